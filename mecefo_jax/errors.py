@@ -1,0 +1,49 @@
+"""Errors that end a run, each with the process exit code it stands for (table in docs/operations.md)."""
+
+
+class RunError(Exception):
+    """A run cannot go on. ``str(error)`` is the one line shown to the user."""
+
+    exit_code = 1
+
+
+class ConfigError(RunError, ValueError):
+    """A setting is wrong: names the field, the value found and the value to set."""
+
+    exit_code = 2
+
+
+class DataError(RunError):
+    """The data cannot be read or prepared, or there is too little of it."""
+
+    exit_code = 3
+
+
+class CheckpointError(RunError):
+    """Checkpoints exist and none can be read, or the final save is not durable."""
+
+    exit_code = 4
+
+
+class TooFewLiveNodesError(RunError):
+    """Fewer nodes live than the run may continue with; the state was saved first."""
+
+    exit_code = 5
+
+
+class NonFiniteError(RunError):
+    """Too many updates in a row had a non-finite loss or gradient."""
+
+    exit_code = 6
+
+
+class PreemptedError(RunError):
+    """The process was asked to stop (SIGTERM) and has saved its state."""
+
+    exit_code = 75
+
+
+class StalledError(RunError):
+    """No progress within the allowed time."""
+
+    exit_code = 124
