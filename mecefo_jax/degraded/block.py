@@ -1,0 +1,63 @@
+"""A transformer block with the degraded backward pass: the three techniques joined, each with its own switch."""
+
+import jax
+from jaxtyping import Array, Bool, Float
+
+from mecefo_jax.config import DegradedConfig
+from mecefo_jax.degraded.low_rank import low_rank_feed_forward_branch
+from mecefo_jax.degraded.rematerialize import rematerialize
+from mecefo_jax.degraded.skip_attention import skip_attention
+from mecefo_jax.model import Block, FeedForward, Rotary, attention_branch, exact_block, feed_forward_branch
+
+
+def degraded_block(
+    block: Block,
+    x_BTD: Float[Array, "B T D"],
+    positions: Rotary,
+    bases: FeedForward,
+    coordinates: FeedForward,
+    switches: DegradedConfig,
+    remat: str,
+) -> Float[Array, "B T D"]:
+    """Apply a block exactly, to be differentiated approximately; with all switches off the gradient is exact.
+
+    Args:
+        block: parameters of this layer.
+        x_BTD: input.
+        positions: rotary angles.
+        bases, coordinates: of this layer's feed-forward kernels (``low_rank``); not read where that is off.
+        switches: which techniques are used.
+        remat: the model's policy; ``ffn`` and ``block`` recompute the feed-forward network here too, and an attention
+            branch that is not skipped under ``block``.
+    """
+    if switches.skip_attention:
+        m_BTD = skip_attention(block, x_BTD, positions)
+    else:
+        attention = rematerialize(attention_branch) if remat == "block" else attention_branch
+        m_BTD = x_BTD + attention(block, x_BTD, positions)
+
+    recompute = rematerialize if switches.remat_ffn or remat != "none" else lambda function: function
+    if switches.low_rank:
+        return m_BTD + recompute(low_rank_feed_forward_branch)(block, m_BTD, bases, coordinates)
+    return m_BTD + recompute(feed_forward_branch)(block, m_BTD)
+
+
+def masked_block(
+    block: Block,
+    x_BTD: Float[Array, "B T D"],
+    positions: Rotary,
+    bases: FeedForward,
+    coordinates: FeedForward,
+    is_degraded: Bool[Array, ""],
+    switches: DegradedConfig,
+    remat: str,
+) -> Float[Array, "B T D"]:
+    """``degraded_block`` or ``exact_block``, as this layer's entry of the microbatch's layer mask says."""
+
+    def degraded(block, x_BTD):
+        return degraded_block(block, x_BTD, positions, bases, coordinates, switches, remat)
+
+    def exact(block, x_BTD):
+        return exact_block(block, x_BTD, positions, remat)
+
+    return jax.lax.cond(is_degraded, degraded, exact, block, x_BTD)
