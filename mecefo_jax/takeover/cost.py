@@ -1,0 +1,134 @@
+"""Arithmetic cost of a microbatch, exact and degraded, from the config alone.
+
+Counted are the floating-point operations of the matrix products, 2 for each multiply-add; norms, activations,
+softmax and the embedding's look-up are left out (below 1% of the total at the paper's sizes). Attention scores
+count in full, without a saving for the causal mask, as XLA computes them. The backward pass of a product costs two
+such products, one for each operand's gradient.
+
+Legend: b tokens of a microbatch, D hidden, F feed-forward, T sequence, V vocabulary, r rank.
+"""
+
+from mecefo_jax.config import DegradedConfig, ModelConfig
+
+
+def exact_flops(model: ModelConfig, *, microbatch_tokens: int, seq_len: int, vocab_size: int) -> float:
+    """Operations of an exact microbatch, forward and backward, with the model's rematerialisation.
+
+    Three times the forward pass, and per layer what is recomputed: the feed-forward's gate and up products
+    (``remat`` ffn or block; nothing needs the down product again) and the attention branch (block).
+
+    Args:
+      model: shape of the model and its remat; its vocab_size is not looked at.
+      microbatch_tokens: predicted tokens of a microbatch (b).
+      seq_len: tokens of a sequence (T).
+      vocab_size: entries of the vocabulary (V).
+
+    Returns:
+      Floating-point operations.
+    """
+    attention = _attention_forward(model, microbatch_tokens, seq_len)
+    layer = 3 * (attention + _ffn_forward(model, microbatch_tokens))
+    if model.remat in ("ffn", "block"):
+        layer += _ffn_recompute(model, microbatch_tokens)
+    if model.remat == "block":
+        layer += attention
+    return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)
+
+
+def degraded_flops(
+    model: ModelConfig,
+    degraded: DegradedConfig,
+    *,
+    rank: int,
+    microbatch_tokens: int,
+    seq_len: int,
+    vocab_size: int,
+) -> float:
+    """Operations of a microbatch that is degraded in all layers, forward and backward.
+
+    The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
+    attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
+    ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs
+    ``2b (in r + r out) + 2 in r out`` in place of ``2b in out``.
+
+    Args:
+      model: shape of the model and its remat; its vocab_size is not looked at.
+      degraded: which approximations are on.
+      rank: columns of a basis (r); clipped to a weight's input size.
+      microbatch_tokens: predicted tokens of a microbatch (b).
+      seq_len: tokens of a sequence (T).
+      vocab_size: entries of the vocabulary (V).
+
+    Returns:
+      Floating-point operations.
+    """
+    attention = _attention_forward(model, microbatch_tokens, seq_len)
+    ffn = _ffn_forward(model, microbatch_tokens)
+    layer = attention + ffn + ffn
+    layer += _low_rank_weight_gradients(model, rank, microbatch_tokens) if degraded.low_rank else ffn
+    if degraded.remat_ffn or model.remat in ("ffn", "block"):
+        layer += _ffn_recompute(model, microbatch_tokens)
+    if not degraded.skip_attention:
+        layer += 2 * attention
+        if model.remat == "block":
+            layer += attention
+    return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)
+
+
+def degraded_cost(
+    model: ModelConfig,
+    degraded: DegradedConfig,
+    *,
+    rank: int,
+    microbatch_tokens: int,
+    seq_len: int,
+    vocab_size: int,
+) -> float:
+    """Cost of a degraded microbatch relative to an exact one: the ratio of their operations.
+
+    Args:
+      model: shape of the model and its remat; its vocab_size is not looked at.
+      degraded: which approximations are on.
+      rank: columns of a basis (r); clipped to a weight's input size.
+      microbatch_tokens: predicted tokens of a microbatch (b).
+      seq_len: tokens of a sequence (T).
+      vocab_size: entries of the vocabulary (V).
+
+    Returns:
+      The ratio; 1.0 with all approximations off, above 1 where they cost more than they save.
+    """
+    sizes = {"microbatch_tokens": microbatch_tokens, "seq_len": seq_len, "vocab_size": vocab_size}
+    return degraded_flops(model, degraded, rank=rank, **sizes) / exact_flops(model, **sizes)
+
+
+def _attention_forward(model: ModelConfig, microbatch_tokens: int, seq_len: int) -> float:
+    """Projections to queries, keys, values and output; scores, and their product with the values."""
+    kv_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
+    kv_size = model.hidden_size // model.num_heads * kv_heads
+    projections = 2 * model.hidden_size * (2 * model.hidden_size + 2 * kv_size)
+    return float(microbatch_tokens * (projections + 4 * seq_len * model.hidden_size))
+
+
+def _ffn_forward(model: ModelConfig, microbatch_tokens: int) -> float:
+    """Gate, up and down products. All their input gradients, or weight gradients, cost as much again."""
+    return float(2 * microbatch_tokens * 3 * model.hidden_size * model.ffn_size)
+
+
+def _ffn_recompute(model: ModelConfig, microbatch_tokens: int) -> float:
+    """Gate and up products: the down product's own output is not needed again."""
+    return float(2 * microbatch_tokens * 2 * model.hidden_size * model.ffn_size)
+
+
+def _low_rank_weight_gradients(model: ModelConfig, rank: int, microbatch_tokens: int) -> float:
+    """Projected weight gradients of gate and up [D, F] and down [F, D]."""
+    shapes = [(model.hidden_size, model.ffn_size)] * 2 + [(model.ffn_size, model.hidden_size)]
+    total = 0
+    for size_in, size_out in shapes:
+        r = min(rank, size_in)
+        total += 2 * microbatch_tokens * (size_in * r + r * size_out) + 2 * size_in * r * size_out
+    return float(total)
+
+
+def _head(model: ModelConfig, microbatch_tokens: int, vocab_size: int) -> float:
+    """Logits, and the gradients of their two operands."""
+    return float(3 * 2 * microbatch_tokens * model.hidden_size * vocab_size)

@@ -1,0 +1,227 @@
+"""The plan of a step: which node computes which microbatches, and which of them degraded.
+
+A plan is data: a pure function of the live units, the policy and the costs. A new plan never recompiles
+anything. The invariants (each a test): every microbatch is computed exactly once (``drop`` apart), dead units
+get nothing, and a healthy plan is every node computing its own slice exactly.
+
+Legend: N nodes, S stages of a node (1 where whole nodes fail), M microbatches, L layers.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+from typing import get_args, get_type_hints
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from mecefo_jax.config import FaultsConfig
+from mecefo_jax.errors import ConfigError
+from mecefo_jax.takeover import policies
+
+POLICIES: tuple[str, ...] = get_args(get_type_hints(FaultsConfig)["policy"])
+"""Names of the policies."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Who computes what in one step. The arrays are read-only."""
+
+    live_NS: Bool[np.ndarray, "N S"]
+    """Live units."""
+    microbatches_per_node: int
+    """Microbatches of a node's slice: node n is home to ids from n times this number on."""
+    policy: str
+    """Policy that made the plan."""
+    assignee_MS: Int[np.ndarray, "M S"]
+    """int32: the node that computes a stage of a microbatch; -1: dropped."""
+    degraded_MS: Bool[np.ndarray, "M S"]
+    """Whether the backward pass of a stage of a microbatch is degraded."""
+    executor_M: Int[np.ndarray, " M"]
+    """int32: the node on whose sub-mesh the microbatch runs: its home if any stage of it lives, else the assignee
+    of stage 0; -1: dropped."""
+
+    def __post_init__(self) -> None:
+        for array in (self.live_NS, self.assignee_MS, self.degraded_MS, self.executor_M):
+            array.setflags(write=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, live or dead (N)."""
+        return self.live_NS.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a node (S)."""
+        return self.live_NS.shape[1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the step, dropped ones included (M)."""
+        return self.assignee_MS.shape[0]
+
+    @functools.cached_property
+    def home_M(self) -> Int[np.ndarray, " M"]:
+        """int32: the node that computes a microbatch while all nodes are healthy."""
+        return np.repeat(np.arange(self.num_nodes, dtype=np.int32), self.microbatches_per_node)
+
+    @functools.cached_property
+    def any_degraded_M(self) -> Bool[np.ndarray, " M"]:
+        """Whether a microbatch is degraded in any stage."""
+        return self.degraded_MS.any(axis=1)
+
+    @property
+    def dropped(self) -> Int[np.ndarray, " K"]:
+        """Ids of the microbatches that nobody computes."""
+        return np.flatnonzero(self.executor_M < 0)
+
+    @property
+    def degraded(self) -> Int[np.ndarray, " K"]:
+        """Ids of the microbatches that are degraded in any stage."""
+        return np.flatnonzero(self.any_degraded_M)
+
+    @property
+    def taken_over(self) -> Int[np.ndarray, " K"]:
+        """Ids of the microbatches of which some stage is computed away from home."""
+        away_MS = (self.assignee_MS != self.home_M[:, None]) & (self.assignee_MS >= 0)
+        return np.flatnonzero(away_MS.any(axis=1))
+
+    def microbatches_of(self, node: int) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, " K"]]:
+        """Microbatches that run on a node's sub-mesh.
+
+        Args:
+          node: index of the node.
+
+        Returns:
+          int64 ids, ascending: those that are exact in all stages, and those degraded in any.
+        """
+        order, starts = self._by_executor
+        ids = order[starts[node] : starts[node + 1]]
+        degraded = self.any_degraded_M[ids]
+        return ids[~degraded], ids[degraded]
+
+    def load_NS(self, degraded_cost: float) -> Float[np.ndarray, "N S"]:
+        """Work of each unit, 1.0 being its healthy step.
+
+        Args:
+          degraded_cost: cost of a degraded microbatch, in exact ones.
+
+        Returns:
+          float64[N, S]; 0 for units that are dead or idle.
+        """
+        microbatches, stages = np.nonzero(self.assignee_MS >= 0)
+        nodes = self.assignee_MS[microbatches, stages]
+        units = nodes * self.num_stages + self._covering_stage_NS[nodes, stages]
+        # Counted apart, so that a load is one rounded product and not a sum of rounded costs.
+        degraded = self.degraded_MS[microbatches, stages]
+        num_exact = np.bincount(units[~degraded], minlength=self.live_NS.size)
+        num_degraded = np.bincount(units[degraded], minlength=self.live_NS.size)
+        load = (num_exact + degraded_cost * num_degraded) / self.microbatches_per_node
+        return load.reshape(self.live_NS.shape)
+
+    def critical_load(self, degraded_cost: float) -> float:
+        """Largest load of a unit: the time of the step, in healthy steps.
+
+        Args:
+          degraded_cost: cost of a degraded microbatch, in exact ones.
+        """
+        return float(self.load_NS(degraded_cost).max())
+
+    def degraded_layers(self, num_layers: int) -> Bool[np.ndarray, "M L"]:
+        """Layers of each microbatch whose backward pass is degraded.
+
+        Args:
+          num_layers: layers of the model (L), at least as many as stages.
+        """
+        return self.degraded_MS[:, stage_of_layers(num_layers, self.num_stages)]
+
+    @functools.cached_property
+    def _by_executor(self) -> tuple[Int[np.ndarray, " M"], Int[np.ndarray, " N1"]]:
+        """Microbatch ids sorted by executor, and where each node's begin."""
+        order = np.argsort(self.executor_M, kind="stable")
+        return order, np.searchsorted(self.executor_M[order], np.arange(self.num_nodes + 1))
+
+    @functools.cached_property
+    def _covering_stage_NS(self) -> Int[np.ndarray, "N S"]:
+        return policies.covering_stage(self.live_NS)
+
+
+def make_plan(
+    live_NS: Bool[np.ndarray, "N S"], policy: str, *, microbatches_per_node: int, degraded_cost: float, slack: float
+) -> Plan:
+    """Make the plan of a step.
+
+    Args:
+      live_NS: live units.
+      policy: neighbor, reroute, balanced or drop.
+      microbatches_per_node: microbatches of a node's slice, at least 1.
+      degraded_cost: cost of a degraded microbatch, in exact ones; positive, and at most 1 for balanced, which
+        degrades in order to save time.
+      slack: load above a healthy step that balanced accepts, as a fraction of a healthy step; not negative.
+
+    Returns:
+      The plan: the same for the same arguments.
+
+    Raises:
+      ConfigError: an argument is out of its range, or the policy is unknown.
+      TooFewLiveNodesError: the live units cannot compute the step under this policy.
+    """
+    assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
+    _check_arguments(policy, microbatches_per_node, degraded_cost, slack)
+    match policy:
+        case "neighbor":
+            assignee_MS, degraded_MS = policies.neighbor(live_NS, microbatches_per_node)
+        case "reroute":
+            assignee_MS, degraded_MS = policies.reroute(live_NS, microbatches_per_node)
+        case "balanced":
+            assignee_MS, degraded_MS = policies.balanced(
+                live_NS, microbatches_per_node, degraded_cost=degraded_cost, slack=slack
+            )
+        case "drop":
+            assignee_MS, degraded_MS = policies.drop(live_NS, microbatches_per_node)
+        case _:
+            raise AssertionError(policy)
+    home_M = np.repeat(np.arange(live_NS.shape[0], dtype=np.int32), microbatches_per_node)
+    first_M = assignee_MS[:, 0]
+    return Plan(
+        live_NS=live_NS.copy(),
+        microbatches_per_node=microbatches_per_node,
+        policy=policy,
+        assignee_MS=assignee_MS,
+        degraded_MS=degraded_MS,
+        executor_M=np.where(live_NS.any(axis=1)[home_M] & (first_M >= 0), home_M, first_M),
+    )
+
+
+def stage_of_layers(num_layers: int, num_stages: int) -> Int[np.ndarray, " L"]:
+    """Stage of each layer: contiguous ranges whose sizes differ by one at most.
+
+    Args:
+      num_layers: layers of the model (L).
+      num_stages: stages, at most as many as layers.
+
+    Returns:
+      int64[L], ascending.
+    """
+    assert 1 <= num_stages <= num_layers, (num_layers, num_stages)
+    return np.arange(num_layers) * num_stages // num_layers
+
+
+def _check_arguments(policy: str, microbatches_per_node: int, degraded_cost: float, slack: float) -> None:
+    """Refuse what no plan can be made of, in the words of the config."""
+    if policy not in POLICIES:
+        nearest = difflib.get_close_matches(policy, POLICIES, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ConfigError(f"faults.policy={policy!r}: unknown; {hint}set one of {', '.join(POLICIES)}")
+    if microbatches_per_node < 1:
+        raise ConfigError(f"train.microbatches_per_node={microbatches_per_node}: set 1 or more")
+    if not (0 < degraded_cost < math.inf):
+        raise ConfigError(f"faults.degraded_cost={degraded_cost:g}: set a number above 0 and at most 1")
+    if policy == "balanced" and degraded_cost > 1:
+        raise ConfigError(
+            f"a degraded microbatch costs {degraded_cost:.3g} of an exact one, so faults.policy=balanced has nothing "
+            "to gain; set another policy, a faults.degraded_cost of at most 1, or cheaper switches in degraded"
+        )
+    if not (0 <= slack < math.inf):
+        raise ConfigError(f"faults.slack={slack:g}: set 0 or more")
