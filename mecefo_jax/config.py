@@ -5,14 +5,11 @@ command lines and files into configs; ``configs/`` holds the named ones.
 """
 
 import dataclasses
+import re
 from typing import Literal
 
+from mecefo_jax.config_values import check_fits, check_named, check_range, check_types
 from mecefo_jax.errors import ConfigError
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +41,48 @@ class ModelConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matrix products; auto: float32 on CPU, bfloat16 elsewhere. Parameters are always float32."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range or the heads do not fit the width."""
+        check_types(self, "model.")
+        for field in (
+            "hidden_size",
+            "ffn_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "vocab_size",
+            "max_seq_len",
+        ):
+            check_range(f"model.{field}", getattr(self, field), at_least=1)
+        check_range("model.rope_base", self.rope_base, above=1)
+        check_range("model.norm_eps", self.norm_eps, above=0)
+        check_fits(
+            "model.num_heads",
+            self.num_heads,
+            self.fits_heads,
+            f"a divisor of model.hidden_size ({self.hidden_size}) that leaves an even head size",
+        )
+        check_fits(
+            "model.num_kv_heads",
+            self.kv_heads,
+            lambda heads: self.num_heads % heads == 0,
+            f"a divisor of model.num_heads ({self.num_heads})",
+        )
+
+    def fits_heads(self, num_heads: int) -> bool:
+        """Whether so many heads divide the width into even sizes, as rotary position embeddings rotate pairs."""
+        return self.hidden_size % (2 * num_heads) == 0
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head (H)."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads (K)."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -72,6 +111,17 @@ class DataConfig:
     cache_dir: str = "~/.cache/mecefo_jax"
     """Where prepared data is kept, one folder a fingerprint."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range or the chosen source is not named."""
+        check_types(self, "data.")
+        check_range("data.bpe_vocab_size", self.bpe_vocab_size, at_least=257)
+        check_range("data.seq_len", self.seq_len, at_least=1)
+        check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
+        check_named(self, "data", "source", {"files": "files", "tfds": "tfds_name"})
+        for field in ("tokenizer", "cache_dir"):
+            if not getattr(self, field):
+                raise ConfigError(f"data.{field}: got '', expected text; leave it out for the default")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -86,10 +136,22 @@ class MeshConfig:
     num_submeshes: int | None = None
     """Groups of fsdp x tensor devices that host the nodes, several nodes each where fewer; None: one a node."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a count is out of range."""
+        check_types(self, "mesh.")
+        for field in ("num_nodes", "fsdp", "tensor"):
+            check_range(f"mesh.{field}", getattr(self, field), at_least=1)
+        check_range("mesh.num_submeshes", self.num_submeshes, at_least=1, at_most=self.num_nodes)
+
     @property
     def submesh_count(self) -> int:
         """Sub-meshes in use."""
         return self.num_nodes if self.num_submeshes is None else self.num_submeshes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use."""
+        return self.submesh_count * self.fsdp * self.tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +170,13 @@ class TrainConfig:
     """Steps between rows of metrics."""
     max_skipped_in_a_row: int = 10
     """Non-finite updates in a row after which the run gives up (exit 6)."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range."""
+        check_types(self, "train.")
+        for field in ("steps", "microbatch_size", "microbatches_per_node", "log_every", "max_skipped_in_a_row"):
+            check_range(f"train.{field}", getattr(self, field), at_least=1)
+        check_range("train.seed", self.seed, at_least=0, below=2**31)  # what a key takes with 32-bit integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +200,17 @@ class OptimConfig:
     clip_norm: float | None = 1.0
     """Largest global norm of the averaged gradient; None: no clipping."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range."""
+        check_types(self, "optim.")
+        for field in ("learning_rate", "eps", "clip_norm"):
+            check_range(f"optim.{field}", getattr(self, field), above=0)
+        for field in ("warmup_steps", "weight_decay"):
+            check_range(f"optim.{field}", getattr(self, field), at_least=0)
+        check_range("optim.final_fraction", self.final_fraction, at_least=0, at_most=1)
+        for field in ("beta1", "beta2"):
+            check_range(f"optim.{field}", getattr(self, field), at_least=0, below=1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DegradedConfig:
@@ -142,6 +222,10 @@ class DegradedConfig:
     """(r) Recompute the feed-forward activations instead of storing them."""
     low_rank: bool = True
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is not a truth value."""
+        check_types(self, "degraded.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +240,12 @@ class BasisConfig:
     """Matrix whose leading left singular vectors span the basis: the weight (paper) or Adam's first moment."""
     method: Literal["svd", "subspace"] = "subspace"
     """svd: exact decomposition; subspace: warm-started subspace iteration (matrix products and a thin QR)."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range."""
+        check_types(self, "basis.")
+        check_range("basis.rank", self.rank, at_least=1)
+        check_range("basis.refresh_every", self.refresh_every, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +284,29 @@ class FaultsConfig:
     script: str = ""
     """Failures such as 'fail 3 at 20, back at 50; fail 4 at 25, back at 60'; for scenario=script."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range or the chosen scenario lacks what it is made of."""
+        check_types(self, "faults.")
+        check_range("faults.num_stages", self.num_stages, at_least=1)
+        check_range("faults.slack", self.slack, at_least=0)
+        check_range("faults.min_live_nodes", self.min_live_nodes, at_least=1)
+        check_range("faults.degraded_cost", self.degraded_cost, above=0, at_most=1)
+        for field in ("step_seconds", "fail_every_steps", "back_after_steps", "frequency"):
+            check_range(f"faults.{field}", getattr(self, field), above=0)
+        check_named(
+            self,
+            "faults",
+            "scenario",
+            {"persistent": "persistent_nodes", "trace": "trace_file", "script": "script"},
+        )
+        if self.granularity == "node" and self.num_stages != 1:
+            raise ConfigError(
+                f"faults.num_stages: got {self.num_stages} with faults.granularity node, expected 1; "
+                "set --faults.granularity stage to let stages fail"
+            )
+        if self.granularity == "stage" and self.num_stages == 1:
+            raise ConfigError("faults.num_stages: got 1 with faults.granularity stage, expected at least 2")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -206,6 +319,12 @@ class CheckpointConfig:
     required: bool = False
     """Whether a failed save in mid-run stops the run (exit 4) instead of being reported."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a count is out of range."""
+        check_types(self, "checkpoint.")
+        check_range("checkpoint.every", self.every, at_least=0)
+        check_range("checkpoint.keep", self.keep, at_least=1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -215,6 +334,12 @@ class EvalConfig:
     """Steps between evaluations; 0: only at the end."""
     batches: int | None = None
     """Microbatches of validation data evaluated; None: all."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a count is out of range."""
+        check_types(self, "eval.")
+        check_range("eval.every", self.every, at_least=0)
+        check_range("eval.batches", self.batches, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +359,116 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where sections do not fit each other."""
+        check_types(self, "")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
+            raise ConfigError(f"name: got {self.name!r}, expected letters, digits and . _ - (it names a directory)")
+        self._check_sharding()
+        self._check_lengths()
+        nodes = self.mesh.num_nodes
+        check_range("faults.min_live_nodes", self.faults.min_live_nodes, at_most=nodes)
+        for node in self.faults.persistent_nodes:
+            check_range("faults.persistent_nodes", node, at_least=0, below=nodes)
+
+    def _check_sharding(self) -> None:
+        """Whether every sharded dimension divides over the devices of a node."""
+        model, fsdp, tensor = self.model, self.mesh.fsdp, self.mesh.tensor
+        over_tensor = f"a multiple of mesh.tensor ({tensor})"
+        over_fsdp = f"a multiple of mesh.fsdp ({fsdp})"
+        check_fits("model.num_heads", model.num_heads, lambda n: n % tensor == 0 and model.fits_heads(n), over_tensor)
+        check_fits(
+            "model.num_kv_heads", model.kv_heads, lambda n: n % tensor == 0 and model.num_heads % n == 0, over_tensor
+        )
+        check_fits("model.ffn_size", model.ffn_size, lambda n: n % tensor == 0, over_tensor)
+        check_fits("model.hidden_size", model.hidden_size, lambda n: n % fsdp == 0, over_fsdp)
+        check_fits("train.microbatch_size", self.train.microbatch_size, lambda n: n % fsdp == 0, over_fsdp)
+        if model.vocab_size is not None:
+            check_vocab_size(model.vocab_size, self.mesh)
+
+    def _check_lengths(self) -> None:
+        """Whether lengths and periods fit each other."""
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ConfigError(
+                f"data.seq_len: got {self.data.seq_len}, expected at most model.max_seq_len ({self.model.max_seq_len})"
+            )
+        warmup = self.optim.warmup_steps
+        if warmup is not None and warmup >= self.train.steps:
+            raise ConfigError(f"optim.warmup_steps: got {warmup}, expected less than train.steps ({self.train.steps})")
+        layers = self.model.num_layers
+        check_fits(
+            "faults.num_stages",
+            self.faults.num_stages,
+            lambda stages: layers % stages == 0,
+            f"a divisor of model.num_layers ({layers})",
+        )
+
     @property
     def num_microbatches(self) -> int:
         """Microbatches of a step (M), whoever computes them."""
         return self.mesh.num_nodes * self.train.microbatches_per_node
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, over all nodes."""
+        return self.num_microbatches * self.train.microbatch_size
+
+
+def check_devices(mesh: MeshConfig, num_devices: int) -> None:
+    """Refuses a mesh that needs more devices than there are.
+
+    Args:
+      mesh: how devices form nodes.
+      num_devices: devices of this machine, or of all processes together.
+
+    Raises:
+      ConfigError: names both counts and the settings that fit.
+    """
+    if mesh.num_devices <= num_devices:
+        return
+    per_submesh = mesh.fsdp * mesh.tensor
+    fitting = num_devices // per_submesh
+    way_out = (
+        f"set --mesh.num_submeshes {min(fitting, mesh.num_nodes)}, so that nodes share devices"
+        if fitting
+        else f"set --mesh.fsdp and --mesh.tensor to a product of at most {num_devices}, with --mesh.num_submeshes 1"
+    )
+    raise ConfigError(
+        f"mesh: {mesh.submesh_count} sub-meshes of fsdp {mesh.fsdp} x tensor {mesh.tensor} need {mesh.num_devices} "
+        f"devices, got {num_devices}; {way_out}"
+    )
+
+
+def check_vocab_size(vocab_size: int, mesh: MeshConfig) -> None:
+    """Refuses a vocabulary that does not divide over the tensor axis.
+
+    Args:
+      vocab_size: rows of the embedding table, given or taken from the tokenizer.
+      mesh: how devices form nodes.
+
+    Raises:
+      ConfigError: names the nearest sizes that divide.
+    """
+    reason = f"a multiple of mesh.tensor ({mesh.tensor})"
+    check_fits("model.vocab_size", vocab_size, lambda size: size % mesh.tensor == 0, reason)
+
+
+def identity(config: Config) -> dict[str, object]:
+    """The settings that a checkpoint is bound to, by dotted name: the model, the data it saw, and in which order.
+
+    A run resumes only with the same. The number of nodes is not among them, their microbatches taken together are;
+    nor is the schedule, which may change with a warning.
+    """
+    model = {f"model.{field.name}": getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
+    for runtime_choice in ("model.remat", "model.compute_dtype", "model.max_seq_len"):
+        del model[runtime_choice]
+    return model | {
+        "model.num_kv_heads": config.model.kv_heads,
+        "data.source": config.data.source,
+        "data.tokenizer": config.data.tokenizer,
+        "data.seq_len": config.data.seq_len,
+        "train.seed": config.train.seed,
+        "train.microbatch_size": config.train.microbatch_size,
+        "mesh.num_nodes x train.microbatches_per_node": config.num_microbatches,
+        "basis.rank": config.basis.rank,
+    }
