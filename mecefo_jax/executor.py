@@ -1,0 +1,188 @@
+"""Runs plans on the cluster: one step, one set of live nodes after another.
+
+Holds each live sub-mesh's copy of the train state. A dead node's copy is gone; one that comes back receives the state of
+a live one. All calls return before the devices are done.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mecefo_jax.config import Config
+from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, stack, views
+from mecefo_jax.node_program import NodeProgram
+from mecefo_jax.state import TrainState
+from mecefo_jax.step import (
+    LayerMasks,
+    NodeBatch,
+    StepMetrics,
+    Sums,
+    evaluate,
+    make_reduction,
+    node_gradients,
+    state_for_gradients,
+    update,
+)
+from mecefo_jax.takeover import Plan
+
+MicrobatchSource = Callable[[int, int], np.ndarray]
+"""``(step, microbatch id) -> int32[B, T+1]``."""
+
+
+class Executor:
+    """The cluster's programs and states."""
+
+    def __init__(self, config: Config, cluster: Cluster, state: TrainState):
+        """Start with every node live.
+
+        Args:
+            config: of the run.
+            cluster: where it runs.
+            state: on any one sub-mesh (or on the default device).
+        """
+        self._config, self._cluster = config, cluster
+        masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
+        self._gradients = NodeProgram(
+            lambda state, batch: _with_leading_axis(
+                node_gradients(*state_for_gradients(state), batch, config=config, layer_masks=masks)
+            ),
+            cluster.submeshes,
+        )
+        self._add = NodeProgram(lambda a, b: jax.tree.map(jnp.add, a, b), cluster.submeshes, donate=(0,))
+        self._update = NodeProgram(
+            lambda state, sums: update(state, _without_leading_axis(sums), config=config), cluster.submeshes, donate=(0,)
+        )
+        self._evaluate = NodeProgram(
+            lambda state, tokens: evaluate(state.params, tokens, config), cluster.submeshes
+        )
+        self._reductions: dict[tuple[int, ...], Callable[[Sums], Sums]] = {}
+        self._states: dict[int, TrainState] = {}
+        for index, mesh in enumerate(cluster.submeshes):
+            self._states[index] = jax.device_put(state, shardings(mesh, state))
+
+    @property
+    def model_compilations(self) -> int:
+        """Executables compiled of the model's forward and backward pass and the update."""
+        return self._gradients.compilations + self._update.compilations
+
+    @property
+    def state(self) -> TrainState:
+        """The state, as one live sub-mesh holds it. Valid until the next ``train_step``."""
+        return self._states[min(self._states)]
+
+    @property
+    def slots(self) -> int:
+        """Microbatches that one call of the gradient program takes; a larger share takes several calls.
+
+        Twice a healthy share: what a node has that covers for one neighbour.
+        """
+        share = self._config.train.microbatches_per_node * self._cluster.nodes_per_submesh
+        return min(2 * share, self._config.num_microbatches)
+
+    def set_live(self, submeshes: Sequence[int]) -> None:
+        """Drop the states of sub-meshes without a live node; give those that are back a live one's state."""
+        source = next((index for index in submeshes if index in self._states), None)
+        assert source is not None, "no sub-mesh that held the state is left"
+        self._states = {
+            index: self._states[index]
+            if index in self._states
+            else jax.device_put(self._states[source], shardings(self._cluster.submeshes[index], self._states[source]))
+            for index in submeshes
+        }
+
+    def train_step(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> StepMetrics:
+        """Dispatch one step: gradients on each live sub-mesh, their sum, the update on each."""
+        work = reassign(self._cluster, plan)
+        if set(work) != set(self._states):
+            self.set_live(list(work))
+        degraded_ML = plan.degraded_layers(self._config.model.num_layers)
+        sums = [
+            self._node_sums(index, share, degraded_ML, functools.partial(microbatch, step))
+            for index, share in work.items()
+        ]
+        reduced = self._reduce(tuple(work), sums)
+        for index, own in zip(work, views(reduced, [self._cluster.submeshes[i] for i in work]), strict=True):
+            self._states[index], metrics = self._update(index, self._states[index], own)
+        return metrics
+
+    def evaluate(self, microbatches: Sequence[np.ndarray]) -> tuple[float, int]:
+        """Summed loss in nats and number of tokens, over the live sub-meshes; waits for the result.
+
+        The total is summed by microbatch in float64, so it does not depend on how many sub-meshes share the work.
+        """
+        live = list(self._states)
+        results = []
+        for number, tokens in enumerate(microbatches):
+            index = live[number % len(live)]
+            placed = jax.device_put(tokens, NamedSharding(self._cluster.submeshes[index], P("fsdp")))
+            results.append(self._evaluate(index, self._states[index], placed))
+        fetched = jax.device_get(results)
+        return float(sum(float(loss) for loss, _ in fetched)), int(sum(int(tokens) for _, tokens in fetched))
+
+    def _reduce(self, live: tuple[int, ...], sums: Sequence[Sums]) -> Sums:
+        mesh = live_mesh(self._cluster, live)
+        stacked = stack(sums, mesh)
+        if live not in self._reductions:
+            self._reductions[live] = make_reduction(stacked, mesh)
+        return self._reductions[live](stacked)
+
+    def _node_sums(
+        self, index: int, share: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
+    ) -> Sums:
+        """This sub-mesh's sums over its share, in as many calls as its slots need."""
+        total = None
+        for part in _in_parts(share, self.slots):
+            batch = self._place(index, part, degraded_ML, microbatch)
+            sums = self._gradients(index, self._states[index], batch)
+            total = sums if total is None else self._add(index, total, sums)
+        assert total is not None
+        return total
+
+    def _place(
+        self, index: int, part: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
+    ) -> NodeBatch:
+        ids = np.concatenate([part.exact, part.degraded]).astype(np.int32)
+        used, train, seq_len = len(ids), self._config.train, self._config.data.seq_len
+        tokens_SBT = np.zeros((self.slots, train.microbatch_size, seq_len + 1), np.int32)
+        for slot, microbatch_id in enumerate(ids):
+            tokens_SBT[slot] = microbatch(int(microbatch_id))
+        unused = self.slots - used
+        batch = NodeBatch(
+            tokens_SBT=tokens_SBT,
+            ids_S=np.pad(ids, (0, unused)),
+            degraded_SL=np.pad(degraded_ML[ids], ((0, unused), (0, 0))),
+            num_exact=np.int32(len(part.exact)),
+            num_degraded=np.int32(len(part.degraded)),
+        )
+        mesh = self._cluster.submeshes[index]
+        whole = NamedSharding(mesh, P())
+        specs = dataclasses.replace(
+            jax.tree.map(lambda _: whole, batch), tokens_SBT=NamedSharding(mesh, P(None, "fsdp"))
+        )
+        return jax.device_put(batch, specs)
+
+
+def _in_parts(share: Work, slots: int) -> list[Work]:
+    """A share cut into pieces of at most ``slots`` microbatches; one, maybe empty, if it fits."""
+    exact, degraded = share.exact, share.degraded
+    total = len(exact) + len(degraded)
+    parts = []
+    for start in range(0, max(total, 1), slots):
+        stop, boundary = start + slots, len(exact)
+        low = slice(max(start - boundary, 0), max(stop - boundary, 0))
+        parts.append(Work(exact[start:stop], degraded[low]))
+    return parts
+
+
+def _with_leading_axis(tree):
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def _without_leading_axis(tree):
+    return jax.tree.map(lambda leaf: leaf[0], tree)
