@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(draw_timeline(live_TU, source.num_stages, console.width))
     console.print(
         f"\nfailures {seen.failures}, recoveries {seen.recoveries}\n"
-        f"units down: {seen.mean_down:.2f} on average, {seen.max_down} at most, none in {seen.healthy_fraction:.0%} of steps"
+        f"units down: {seen.mean_down:.2f} on average, {seen.max_down} at most, "
+        f"none in {seen.healthy_fraction:.0%} of the steps"
     )
     return 0
 

@@ -103,8 +103,7 @@ def degraded_cost(
 
 def _attention_forward(model: ModelConfig, microbatch_tokens: int, seq_len: int) -> float:
     """Projections to queries, keys, values and output; scores, and their product with the values."""
-    kv_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
-    kv_size = model.hidden_size // model.num_heads * kv_heads
+    kv_size = model.hidden_size // model.num_heads * model.kv_heads
     projections = 2 * model.hidden_size * (2 * model.hidden_size + 2 * kv_size)
     return float(microbatch_tokens * (projections + 4 * seq_len * model.hidden_size))
 

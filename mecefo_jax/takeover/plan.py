@@ -69,7 +69,12 @@ class Plan:
     @functools.cached_property
     def any_degraded_M(self) -> Bool[np.ndarray, " M"]:
         """Whether a microbatch is degraded in any stage."""
-        return self.degraded_MS.any(axis=1)
+        return np.any(self.degraded_MS, axis=1)
+
+    @functools.cached_property
+    def covering_stage_NS(self) -> Int[np.ndarray, "N S"]:
+        """The live stage of a node that does the work of each of its stages; -1 on nodes with none."""
+        return policies.covering_stage(self.live_NS)
 
     @property
     def dropped(self) -> Int[np.ndarray, " K"]:
@@ -112,7 +117,7 @@ class Plan:
         """
         microbatches, stages = np.nonzero(self.assignee_MS >= 0)
         nodes = self.assignee_MS[microbatches, stages]
-        units = nodes * self.num_stages + self._covering_stage_NS[nodes, stages]
+        units = nodes * self.num_stages + self.covering_stage_NS[nodes, stages]
         # Counted apart, so that a load is one rounded product and not a sum of rounded costs.
         degraded = self.degraded_MS[microbatches, stages]
         num_exact = np.bincount(units[~degraded], minlength=self.live_NS.size)
@@ -141,10 +146,6 @@ class Plan:
         """Microbatch ids sorted by executor, and where each node's begin."""
         order = np.argsort(self.executor_M, kind="stable")
         return order, np.searchsorted(self.executor_M[order], np.arange(self.num_nodes + 1))
-
-    @functools.cached_property
-    def _covering_stage_NS(self) -> Int[np.ndarray, "N S"]:
-        return policies.covering_stage(self.live_NS)
 
 
 def make_plan(
@@ -190,7 +191,7 @@ def make_plan(
         policy=policy,
         assignee_MS=assignee_MS,
         degraded_MS=degraded_MS,
-        executor_M=np.where(live_NS.any(axis=1)[home_M] & (first_M >= 0), home_M, first_M),
+        executor_M=np.where(np.any(live_NS, axis=1)[home_M] & (first_M >= 0), home_M, first_M),
     )
 
 

@@ -40,7 +40,7 @@ def neighbor(
       TooFewLiveNodesError: no unit is live.
     """
     num_nodes, num_stages = live_NS.shape
-    live_N = live_NS.any(axis=1)
+    live_N = np.any(live_NS, axis=1)
     coverer_N = _next_live(live_N)
     covers_other_N = np.zeros(num_nodes, dtype=bool)
     covers_other_N[coverer_N[~live_N]] = True
@@ -123,7 +123,7 @@ def drop(
       TooFewLiveNodesError: a stage is dead on every node, or no node has all its stages.
     """
     _require_every_stage(live_NS)
-    complete_N = live_NS.all(axis=1)
+    complete_N = np.all(live_NS, axis=1)
     if not complete_N.any():
         raise TooFewLiveNodesError(
             "every node has a dead stage, so faults.policy=drop leaves no microbatch; set another policy"

@@ -1,0 +1,95 @@
+"""Show a plan: ``python -m mecefo_jax.takeover --nodes 8 --failed 3 --policy balanced``.
+
+Without ``--policy`` all policies are shown: side by side, or with stages one after the other.
+"""
+
+import argparse
+import re
+import sys
+
+import numpy as np
+from rich.console import Console
+
+from mecefo_jax.errors import ConfigError, RunError, TooFewLiveNodesError
+from mecefo_jax.takeover.picture import draw_comparison, draw_plan
+from mecefo_jax.takeover.plan import POLICIES, Plan, make_plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the picture of a plan, or of all policies' plans; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        live_NS = _live_units(arguments.failed, arguments.nodes, arguments.stages)
+        plans = {
+            policy: _plan_or_reason(live_NS, policy, arguments)
+            for policy in (POLICIES if arguments.policy is None else [arguments.policy])
+        }
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    console = Console(highlight=False)
+    failed = ", ".join(arguments.failed.split(",")) or "nothing"
+    console.print(f"{arguments.nodes} nodes, failed: {failed}\n", style="bold")
+    if arguments.stages == 1 and len(plans) > 1:
+        console.print(draw_comparison(plans, arguments.degraded_cost))
+        return 0
+    for policy, plan in plans.items():
+        console.print(policy, style="bold")
+        console.print(draw_plan(plan, arguments.degraded_cost) if isinstance(plan, Plan) else f"impossible: {plan}")
+        console.print()
+    return 0
+
+
+def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namespace) -> Plan | str:
+    """The policy's plan; in a comparison, also why there is none."""
+    try:
+        return make_plan(
+            live_NS,
+            policy,
+            microbatches_per_node=arguments.microbatches_per_node,
+            degraded_cost=arguments.degraded_cost,
+            slack=arguments.slack,
+        )
+    except TooFewLiveNodesError as error:
+        if arguments.policy is not None:
+            raise
+        return str(error)
+
+
+def _live_units(failed: str, num_nodes: int, num_stages: int) -> np.ndarray:
+    """Live units bool[N, S] when the units named in ``failed`` (NODE or NODE.STAGE, by commas) are dead."""
+    for flag, value in (("--nodes", num_nodes), ("--stages", num_stages)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value}: set 1 or more")
+    live_NS = np.ones((num_nodes, num_stages), dtype=bool)
+    for name in filter(None, (part.strip() for part in failed.split(","))):
+        match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?", name, re.ASCII)
+        if match is None:
+            raise ConfigError(f"--failed {name}: write nodes or node.stage, separated by commas, such as 3,4")
+        node, stage = int(match[1]), None if match[2] is None else int(match[2])
+        if node >= num_nodes:
+            raise ConfigError(
+                f"--failed {name}: there is no node {node}; with --nodes {num_nodes} write 0 to {num_nodes - 1}"
+            )
+        if stage is not None and stage >= num_stages:
+            raise ConfigError(f"--failed {name}: there is no stage {stage}; set --stages {stage + 1} or more")
+        live_NS[node, slice(None) if stage is None else stage] = False
+    return live_NS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mecefo_jax.takeover", description="Show who computes what when nodes are dead."
+    )
+    parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default: 8)")
+    parser.add_argument("--failed", default="", help="dead nodes, such as 3 or 3,4; with --stages also node.stage")
+    parser.add_argument("--policy", help=f"{', '.join(POLICIES)} (default: all of them)")
+    parser.add_argument("--microbatches-per-node", type=int, default=4, help="a node's slice (default: 4)")
+    parser.add_argument("--degraded-cost", type=float, default=0.6, help="in exact microbatches (default: 0.6)")
+    parser.add_argument("--slack", type=float, default=0.1, help="extra load that balanced accepts (default: 0.1)")
+    parser.add_argument("--stages", type=int, default=1, help="stages of a node that fail on their own (default: 1)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
