@@ -1,0 +1,327 @@
+"""Prepares text for training once: tokenize, pack, store under a fingerprint; later runs only open the result.
+
+The fingerprint is a hash of everything that decides the tokens: the content of the text, the tokenizer's bytes (or
+how it is trained), the policy of BOS, the sequence length, how documents are held out, and the versions that matter.
+Any change gives another folder of the cache, so stale data is never used. A folder appears whole or not at all: it
+is written under a temporary name, under a lock, and renamed.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.progress
+import tokenizers
+
+from mecefo_jax.config import DataConfig
+from mecefo_jax.data import documents as docs
+from mecefo_jax.data.files import files_source
+from mecefo_jax.data.locking import locked
+from mecefo_jax.data.packing import join_documents
+from mecefo_jax.data.records import RecordFile, Records, RecordWriter
+from mecefo_jax.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    train_bpe,
+)
+from mecefo_jax.errors import ConfigError, DataError
+
+_FORMAT = 1
+"""Version of what the folder holds; a change of the code that alters it must raise this."""
+_DOCUMENT_POLICY = "bos before each document, no eos"
+_BATCH_CHARACTERS = 2**22
+_BPE_CHARACTERS = 2**30
+"""Leading training text that a bpe tokenizer is trained on."""
+_FIRST_TOKENS = 16
+
+Log = Callable[[str], None]
+Advance = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """Text ready for training.
+
+    Attributes:
+      train: records to train on, each int32[seq_len + 1].
+      validation: held-out records; may be empty.
+      vocab_size: entries of the tokenizer's vocabulary.
+      fingerprint: hash of everything that decides the tokens.
+      tokenizer: turns ids into text and back.
+      info: JSON-able facts for logs: paths, documents, tokens and sequences of each split, skipped records, how
+        documents were held out, the first tokens of the first document.
+    """
+
+    train: Records
+    validation: Records
+    vocab_size: int
+    fingerprint: str
+    tokenizer: Tokenizer
+    info: dict[str, Any]
+
+
+def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> PreparedData:
+    """Return the data that a config describes, preparing it first if that was not done before.
+
+    Args:
+      config: the data section.
+      progress: whether to show a progress bar (on stderr).
+      log: called with each line worth logging.
+
+    Raises:
+      ConfigError: the section contradicts itself or names no such tokenizer.
+      DataError: text cannot be read, holds an invalid record, or is too short; the cache cannot be written; the
+        prepared data is damaged.
+    """
+    cache_dir = pathlib.Path(config.cache_dir).expanduser()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        source = _open_source(config, cache_dir, progress)
+        fixed = _fixed_tokenizer(config)
+        identity = _identity(config, source, fixed)
+        fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        folder = cache_dir / fingerprint
+        if not folder.exists():
+            with locked(folder, lambda: log(f"Waiting for another process that prepares {folder}")):
+                if not folder.exists():
+                    _prepare_folder(folder, config, source, fixed, identity, progress, log)
+    except OSError as error:
+        raise DataError(f"data cannot be prepared in {cache_dir}: {error}; set --data.cache_dir") from error
+    return _open_folder(folder, config, identity, log)
+
+
+def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:
+    """Refuse a tokenizer with more entries than the model's vocabulary.
+
+    Args:
+      prepared: the data.
+      vocab_size: rows of the model's embedding table.
+
+    Raises:
+      ConfigError: an id of the tokenizer would lie outside the table.
+    """
+    if prepared.vocab_size > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {vocab_size} but the tokenizer {prepared.tokenizer.name} has {prepared.vocab_size} "
+            f"entries; set --model.vocab_size {prepared.vocab_size} or more"
+        )
+
+
+def _open_source(config: DataConfig, cache_dir: pathlib.Path, progress: bool) -> docs.Source:
+    # tfds is imported only where it is needed: it is slow to import.
+    if config.source == "builtin":
+        from mecefo_jax.data.stdlib import stdlib_source
+
+        return stdlib_source(cache_dir, config.validation_fraction)
+    if config.source == "tfds":
+        from mecefo_jax.data.tfds_text import tfds_source
+
+        return tfds_source(config, progress=progress)
+    return files_source(config, cache_dir / "file_hashes.json")
+
+
+def _fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer that the config names, or None if it is to be trained."""
+    if config.tokenizer == "bpe":
+        return None
+    return ByteTokenizer() if config.tokenizer == "bytes" else read_tokenizer(config.tokenizer)
+
+
+def _identity(config: DataConfig, source: docs.Source, fixed: Tokenizer | None) -> dict[str, Any]:
+    tokenizer: dict[str, Any] = {"kind": "bytes"}
+    if fixed is None:
+        tokenizer = {"kind": "bpe", "vocab_size": config.bpe_vocab_size, "characters": _BPE_CHARACTERS}
+    elif isinstance(fixed, HuggingFaceTokenizer):
+        sha256 = hashlib.sha256(fixed.content.encode()).hexdigest()
+        tokenizer = {"kind": "huggingface", "sha256": sha256, "bos_id": fixed.bos_id, "eos_id": fixed.eos_id}
+    if tokenizer["kind"] != "bytes":
+        tokenizer["tokenizers"] = tokenizers.__version__
+    return {
+        "format": _FORMAT,
+        "text": source.identity,
+        "validation_fraction": None if source.has_splits else config.validation_fraction,
+        "tokenizer": tokenizer,
+        "documents": _DOCUMENT_POLICY,
+        "seq_len": config.seq_len,
+    }
+
+
+def _prepare_folder(
+    folder: pathlib.Path,
+    config: DataConfig,
+    source: docs.Source,
+    fixed: Tokenizer | None,
+    identity: dict[str, Any],
+    progress: bool,
+    log: Log,
+) -> None:
+    started = time.perf_counter()
+    log(f"Preparing {source.name} in {folder}")
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed preparation left; the lock is ours
+    temporary.mkdir()
+    try:
+        hold_out = docs.choose_hold_out(source, config.validation_fraction, skip_invalid=config.skip_invalid)
+        with _progress_bar(progress, source.size) as stage:
+            tokenizer = fixed or _train_tokenizer(config, source, hold_out, stage("Training the tokenizer"))
+            meta = _write_records(temporary, config, source, hold_out, tokenizer, stage("Tokenizing"))
+        meta["identity"] = identity
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    log(f"Prepared {sum(meta['info']['tokens'].values())} tokens in {time.perf_counter() - started:.1f} s")
+
+
+@contextlib.contextmanager
+def _progress_bar(enabled: bool, size: int) -> Iterator[Callable[[str], Advance]]:
+    """Show progress; yields a function that opens a stage and returns how to report the position reached in it."""
+    bar = rich.progress.Progress(
+        *rich.progress.Progress.get_default_columns(),
+        console=rich.console.Console(stderr=True),
+        disable=not enabled,
+        transient=True,
+    )
+
+    def stage(description: str) -> Advance:
+        task = bar.add_task(description, total=size)
+        return lambda position: bar.update(task, completed=position)
+
+    with bar:
+        yield stage
+
+
+def _train_tokenizer(config: DataConfig, source: docs.Source, hold_out: docs.HoldOut, advance: Advance) -> Tokenizer:
+    def texts() -> Iterator[str]:
+        rejects = docs.Rejects(config.skip_invalid)
+        for document in docs.split_documents(source, hold_out, config.validation_fraction, rejects):
+            advance(document.position)
+            if document.split == "train":
+                yield document.text
+
+    return train_bpe(docs.take_characters(texts(), _BPE_CHARACTERS), config.bpe_vocab_size)
+
+
+def _write_records(
+    folder: pathlib.Path,
+    config: DataConfig,
+    source: docs.Source,
+    hold_out: docs.HoldOut,
+    tokenizer: Tokenizer,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Tokenize, pack and write all documents; return what meta.json says about them."""
+    writers = {
+        split: RecordWriter(folder, split, seq_len=config.seq_len, vocab_size=tokenizer.vocab_size)
+        for split in ("train", "validation")
+    }
+    counts = dict.fromkeys(writers, 0)
+    rejects = docs.Rejects(config.skip_invalid)
+    empty = 0
+    first: np.ndarray | None = None
+    documents = docs.split_documents(source, hold_out, config.validation_fraction, rejects)
+    for batch in docs.batches(documents, _BATCH_CHARACTERS):
+        kept = [document for document in batch if document.text]
+        empty += len(batch) - len(kept)
+        encoded = tokenizer.encode_batch([document.text for document in kept])
+        if first is None and encoded:
+            first = join_documents([encoded[0][:_FIRST_TOKENS]], tokenizer.bos_id)[:_FIRST_TOKENS]
+        for split, writer in writers.items():
+            ids = [tokens for document, tokens in zip(kept, encoded, strict=True) if document.split == split]
+            counts[split] += len(ids)
+            writer.write(join_documents(ids, tokenizer.bos_id))
+        advance(batch[-1].position)
+    files = {split: writer.close() for split, writer in writers.items()}
+    if not files["train"]:
+        raise DataError(
+            f"{source.name}: no text to train on ({rejects.count} records skipped as invalid, {empty} empty) "
+            f"in {', '.join(source.paths[:3])}"
+        )
+    assert first is not None
+    return {
+        "seq_len": config.seq_len,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.save(folder),
+        "files": {split: [dataclasses.asdict(file) for file in files[split]] for split in files},
+        "info": {
+            "source": source.name,
+            "paths": list(source.paths),
+            "hold_out": hold_out,
+            "documents": counts,
+            "tokens": {split: writer.num_tokens for split, writer in writers.items()},
+            "sequences": {split: sum(file.num_records for file in files[split]) for split in files},
+            "skipped": rejects.count,
+            "skipped_examples": rejects.examples,
+            "empty_documents": empty,
+            "first_tokens": first.tolist(),
+        },
+    }
+
+
+def _open_folder(folder: pathlib.Path, config: DataConfig, identity: dict[str, Any], log: Log) -> PreparedData:
+    meta = _read_meta(folder, identity)
+    info = meta["info"] | {"folder": str(folder), "fingerprint": folder.name}
+    if info["skipped"] and not config.skip_invalid:
+        docs.Rejects(skip=False).add(*info["skipped_examples"][0])
+    tokenizer = load_tokenizer(meta["tokenizer"], folder)
+    splits = {
+        split: Records(
+            folder,
+            [RecordFile(**file) for file in files],
+            seq_len=meta["seq_len"],
+            vocab_size=meta["vocab_size"],
+        )
+        for split, files in meta["files"].items()
+    }
+    prepared = PreparedData(
+        train=splits["train"],
+        validation=splits["validation"],
+        vocab_size=meta["vocab_size"],
+        fingerprint=folder.name,
+        tokenizer=tokenizer,
+        info=info | {"tokenizer": tokenizer.name, "vocab_size": meta["vocab_size"]},
+    )
+    _log_facts(prepared, log)
+    return prepared
+
+
+def _read_meta(folder: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete {folder} to prepare the data again") from error
+    saved = meta.get("identity") if isinstance(meta, dict) else None
+    if not isinstance(saved, dict) or saved != identity:
+        names = [name for name in identity if not isinstance(saved, dict) or saved.get(name) != identity[name]]
+        raise DataError(
+            f"{path}: prepared with a different {', '.join(names)}; delete {folder} to prepare the data again"
+        )
+    return meta
+
+
+def _log_facts(prepared: PreparedData, log: Log) -> None:
+    info = prepared.info
+    seq_len = prepared.train[0].shape[0] - 1
+    log(
+        f"Data {prepared.fingerprint}: {info['source']}, {len(prepared.train)} + {len(prepared.validation)} (held out) "
+        f"sequences of {seq_len} tokens, tokenizer {prepared.tokenizer.name} of {prepared.vocab_size} entries"
+    )
+    if info["hold_out"] == "tail":
+        log("Too few documents to hold whole ones out: the last part of each is held out instead")
+    if info["skipped"]:
+        log(f"Skipped {info['skipped']} invalid records, such as {': '.join(info['skipped_examples'][0])}")
+    first = info["first_tokens"]
+    log(f"First document begins with tokens {first}: {prepared.tokenizer.decode(first)!r}")
