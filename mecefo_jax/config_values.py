@@ -39,16 +39,16 @@ def convert(value: object, declared: Any, key: str) -> Any:
       ConfigError: the value is not of the declared type.
     """
     origin, inner = typing.get_origin(declared), typing.get_args(declared)
-    if origin in (Union, types.UnionType):
+    if is_optional(declared):
         if value is None or (isinstance(value, str) and value.lower() in ("null", "none")):
             return None
-        return convert(value, _without_none(declared), key)
+        return convert(value, without_none(declared), key)
     if origin is Literal:
         if value not in inner:
             hint = f" (did you mean {nearest(value, inner)}?)" if isinstance(value, str) else ""
             _refuse(key, value, declared, hint)
         return value
-    if origin is tuple:
+    if takes_list(declared):
         items: Iterable[object] = _split(value) if isinstance(value, str) else value  # type: ignore[assignment]
         if not isinstance(items, list | tuple):
             _refuse(key, value, declared)
@@ -62,13 +62,29 @@ def convert(value: object, declared: Any, key: str) -> Any:
 def describe(declared: Any) -> str:
     """Says in words what values a declared type has."""
     origin, inner = typing.get_origin(declared), typing.get_args(declared)
-    if origin in (Union, types.UnionType):
-        return f"{describe(_without_none(declared))}, or none"
+    if is_optional(declared):
+        return f"{describe(without_none(declared))}, or none"
     if origin is Literal:
         return f"one of {', '.join(inner)}"
-    if origin is tuple:
+    if takes_list(declared):
         return f"a list ({describe(inner[0])}), separated by commas"
     return {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}[declared]
+
+
+def is_optional(declared: Any) -> bool:
+    """Whether a declared type is ``T | None``."""
+    return typing.get_origin(declared) in (Union, types.UnionType)
+
+
+def without_none(declared: Any) -> Any:
+    """The ``T`` of ``T | None``."""
+    (inner,) = (choice for choice in typing.get_args(declared) if choice is not type(None))
+    return inner
+
+
+def takes_list(declared: Any) -> bool:
+    """Whether a declared type is ``tuple[T, ...]``."""
+    return typing.get_origin(declared) is tuple
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
@@ -99,7 +115,8 @@ def check_types(section: Any, prefix: str) -> None:
     Raises:
       ConfigError: a value is not of its declared type.
     """
-    for name, declared in field_types(type(section)).items():
+    cls: type = type(section)
+    for name, declared in field_types(cls).items():
         value = getattr(section, name)
         if dataclasses.is_dataclass(declared):
             if not isinstance(value, declared):  # type: ignore[arg-type]
@@ -186,11 +203,6 @@ def check_fits(key: str, value: int, fits: Callable[[int], bool], reason: str) -
 
 def _refuse(key: str, value: object, declared: Any, hint: str = "") -> NoReturn:
     raise ConfigError(f"{key}: got {value!r}, expected {describe(declared)}{hint}")
-
-
-def _without_none(declared: Any) -> Any:
-    (inner,) = (choice for choice in typing.get_args(declared) if choice is not type(None))
-    return inner
 
 
 def _split(text: str) -> list[str]:

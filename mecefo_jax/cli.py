@@ -1,0 +1,244 @@
+"""The command line: ``python train.py NAME [--workdir DIR] [--section.field VALUE ...] [--print-config] [--help]``.
+
+A value is parsed by the declared type of its field, exactly as in a config file. Nothing here imports JAX before a run
+starts, so help and mistakes are answered at once.
+"""
+
+import dataclasses
+import difflib
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import configs
+from mecefo_jax.config import Config, check_devices
+from mecefo_jax.config_file import (
+    fields,
+    from_dict,
+    read_config,
+    replace_file,
+    save_config,
+    to_dict,
+    to_json,
+    unknown_setting,
+)
+from mecefo_jax.config_help import help_text
+from mecefo_jax.config_values import describe, takes_list
+from mecefo_jax.errors import ConfigError, RunError
+
+# Settings that only mean something under another setting's values.
+CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "data.files": ("data.source", ("files",)),
+    "data.validation_files": ("data.source", ("files",)),
+    "data.tfds_name": ("data.source", ("tfds",)),
+    "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
+    "basis.rank": ("degraded.low_rank", (True,)),
+    "basis.refresh_every": ("degraded.low_rank", (True,)),
+    "basis.source": ("degraded.low_rank", (True,)),
+    "basis.method": ("degraded.low_rank", (True,)),
+    "faults.num_stages": ("faults.granularity", ("stage",)),
+    "faults.slack": ("faults.policy", ("balanced",)),
+    "faults.step_seconds": ("faults.scenario", ("low", "mid", "high", "trace")),
+    "faults.fail_every_steps": ("faults.scenario", ("steps",)),
+    "faults.back_after_steps": ("faults.scenario", ("steps",)),
+    "faults.frequency": ("faults.scenario", ("low", "mid", "high", "steps", "trace")),
+    "faults.timing": ("faults.scenario", ("low", "mid", "high", "steps")),
+    "faults.persistent_nodes": ("faults.scenario", ("persistent",)),
+    "faults.trace_file": ("faults.scenario", ("trace",)),
+    "faults.script": ("faults.scenario", ("script",)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What a command line says, before it is checked against a config."""
+
+    name: str | None
+    """Name of a config, or the path of a config file."""
+    settings: dict[str, str | list[str]]
+    """Text of each setting, by its dotted name; a list where several words were given."""
+    workdir: pathlib.Path | None
+    """Run directory, if given."""
+    print_config: bool
+    """Whether to print the resolved config instead of running it."""
+    show_help: bool
+    """Whether to print help instead of running."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what the command line asks for.
+
+    Args:
+      argv: the words after the program's name.
+
+    Returns:
+      The exit code: 0 only if the work was done; a user's mistake prints one line to standard error.
+    """
+    try:
+        arguments = scan(argv)
+        if arguments.show_help:
+            print(help_text(Config() if arguments.name is None else _base(arguments.name), configs.names()))
+            return 0
+        config = _resolve(arguments)
+        if arguments.print_config:
+            print(to_json(config), end="")
+            return 0
+        _run(config, _workdir(arguments, config))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, pathlib.Path]:
+    """Turns a command line into a config and a run directory.
+
+    Args:
+      argv: the words after the program's name.
+
+    Returns:
+      The validated config and the run directory, which is ``runs/NAME`` unless given.
+
+    Raises:
+      ConfigError: the command line is wrong.
+    """
+    arguments = scan(argv)
+    config = _resolve(arguments)
+    return config, _workdir(arguments, config)
+
+
+def scan(argv: Sequence[str]) -> Arguments:
+    """Splits a command line into its name, options and settings, without reading values.
+
+    ``--key value`` and ``--key=value`` are the same, and so are hyphens and underscores in keys. A setting that is a
+    list takes all words up to the next option; one word may hold several items, separated by commas.
+
+    Args:
+      argv: the words after the program's name.
+
+    Returns:
+      What was said.
+
+    Raises:
+      ConfigError: an unknown or repeated option, one without a value, or a word that belongs to none.
+    """
+    types = {key: declared for key, (_, _, declared) in fields().items()}
+    name, settings, flags = None, dict[str, str | list[str]](), set[str]()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        key, equals, text = word[2:].partition("=")
+        key = key.replace("-", "_")
+        if word == "-h" or (word.startswith("--") and key in ("help", "print_config") and not equals):
+            flags.add("help" if word == "-h" else key)
+        elif word.startswith("--"):
+            if key != "workdir" and key not in types:
+                raise unknown_setting(key, ("workdir", "print_config", "help"))
+            if key in settings:
+                raise ConfigError(f"{key}: given twice; leave one out")
+            values = [text] if equals else _take_values(words, key != "workdir" and takes_list(types[key]))
+            if not values:
+                raise ConfigError(f"{key}: got no value, expected {describe(types.get(key, str))}")
+            settings[key] = values[0] if len(values) == 1 else values
+        elif name is None:
+            name = word
+        else:
+            raise ConfigError(f"got {word!r} after the run's name {name}; settings are written --section.field VALUE")
+    workdir = settings.pop("workdir", None)
+    if workdir == "":
+        raise ConfigError("workdir: got '', expected a directory")
+    return Arguments(
+        name=name,
+        settings=settings,
+        workdir=None if workdir is None else pathlib.Path(str(workdir)).expanduser(),
+        print_config="print_config" in flags,
+        show_help="help" in flags,
+    )
+
+
+def _take_values(words: list[str], several: bool) -> list[str]:
+    """Removes an option's values from the front of the words."""
+    values: list[str] = []
+    while words and not words[0].startswith("--") and (several or not values):
+        values.append(words.pop(0))
+    return values
+
+
+def _resolve(arguments: Arguments) -> Config:
+    """The config that a command line describes."""
+    if arguments.name is None:
+        raise ConfigError(f"got no run to start; name one of {', '.join(configs.names())}, or a config file *.json")
+    settings = to_dict(_base(arguments.name))
+    for key, value in arguments.settings.items():
+        section, _, field = key.rpartition(".")
+        (settings[section] if section else settings)[field] = value
+    config = from_dict(settings)
+    for key in arguments.settings.keys() & CONDITIONS.keys():
+        _check_effect(config, key)
+    return config
+
+
+def _base(name: str) -> Config:
+    """The config of that name, or in that file."""
+    if name.endswith(".json"):
+        return read_config(pathlib.Path(name).expanduser())
+    if name not in configs.names():
+        close = difflib.get_close_matches(name, configs.names(), n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown run {name}: did you mean {close}? There are {', '.join(configs.names())}, or *.json"
+        )
+    return configs.get(name)
+
+
+def _check_effect(config: Config, key: str) -> None:
+    """Refuses a setting that names what to train on or what fails but has no effect; warns of others without effect."""
+    other, values = CONDITIONS[key]
+    found = _value(config, other)
+    if found in values:
+        return
+    shown = ", ".join(str(value).lower() for value in values)
+    message = f"{key}: has no effect with {other} {str(found).lower()}; set --{other} to {shown}"
+    if _value(Config(), key) in ("", ()) and _value(config, key):
+        raise ConfigError(message)
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _value(config: Config, key: str) -> object:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _workdir(arguments: Arguments, config: Config) -> pathlib.Path:
+    return arguments.workdir or pathlib.Path("runs") / config.name
+
+
+def _run(config: Config, workdir: pathlib.Path) -> None:
+    """Trains; a config that is refused does not replace that of the runs before it in the same directory."""
+    _prepare_devices(config)
+    path = workdir / "config.json"
+    previous = path.read_text(encoding="utf-8") if path.is_file() else None
+    save_config(config, path)
+    try:
+        from mecefo_jax import trainer
+
+        trainer.run(config, workdir)
+    except ConfigError:
+        if previous is None:
+            path.unlink()
+        else:
+            replace_file(path, previous)
+        raise
+
+
+def _prepare_devices(config: Config) -> None:
+    """Lets the CPU show as many devices as the mesh needs, unless the environment says how many."""
+    import jax
+
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices < 0 and not chosen:  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+    check_devices(config.mesh, jax.device_count())

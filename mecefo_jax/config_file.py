@@ -1,0 +1,166 @@
+"""Configs as dictionaries and JSON files, with the same types and errors as the command line.
+
+A config file is what a run directory holds as ``config.json``: one object a section. Sections and fields that it
+leaves out take their defaults.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mecefo_jax.config import Config
+from mecefo_jax.config_values import convert, field_types, nearest
+from mecefo_jax.errors import ConfigError
+
+
+def fields() -> dict[str, tuple[type, dataclasses.Field, Any]]:
+    """Every setting by its dotted name: the section it belongs to, its field, its declared type."""
+    found = {}
+    for prefix, section in sections().items():
+        declared = field_types(section)
+        for field in dataclasses.fields(section):
+            if not dataclasses.is_dataclass(declared[field.name]):
+                found[prefix + field.name] = (section, field, declared[field.name])
+    return found
+
+
+def sections() -> dict[str, type]:
+    """The dataclasses of a config by the prefix of their settings; the config itself has none."""
+    nested = {
+        f"{name}.": declared for name, declared in field_types(Config).items() if dataclasses.is_dataclass(declared)
+    }
+    return {"": Config} | nested  # type: ignore[return-value]
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """A config as JSON holds it: nested dictionaries, lists for tuples.
+
+    Args:
+      config: any config.
+
+    Returns:
+      A dictionary that ``from_dict`` turns into an equal config, also by way of JSON.
+    """
+    return _plain(config)
+
+
+def to_json(config: Config) -> str:
+    """A config as the text of a config file."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def from_dict(settings: Mapping[str, Any]) -> Config:
+    """The config that nested dictionaries describe.
+
+    Args:
+      settings: section name to its settings, and ``name``; values as JSON has them, or text to be parsed.
+
+    Returns:
+      A validated config; what the dictionaries leave out has its default.
+
+    Raises:
+      ConfigError: an unknown name (the nearest one is named), a value of another type, or one that does not fit.
+    """
+    known, values = fields(), dict(flatten(settings))
+    for key in values:
+        if key not in known:
+            raise unknown_setting(key)
+    parsed = {key: convert(value, known[key][2], key) for key, value in values.items()}
+
+    def of_section(prefix: str) -> dict[str, Any]:
+        starts = {key: key.rpartition(".") for key in parsed}
+        return {field: parsed[key] for key, (section, dot, field) in starts.items() if section + dot == prefix}
+
+    nested = {prefix[:-1]: section(**of_section(prefix)) for prefix, section in sections().items() if prefix}
+    return Config(**of_section(""), **nested)
+
+
+def flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings of nested dictionaries by their dotted names."""
+    names = {prefix[:-1] for prefix in sections() if prefix}
+    for name, value in settings.items():
+        if name not in names:
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{field}", item) for field, item in value.items())
+        else:
+            raise ConfigError(
+                f"{name}: got {value!r}, expected a section of settings, such as {nearest(name, fields())}"
+            )
+
+
+def unknown_setting(key: str, others: Iterable[str] = ()) -> ConfigError:
+    """The error for a setting that does not exist; ``others`` may be written in its place, besides the settings."""
+    return ConfigError(f"unknown setting {key}: did you mean {nearest(key, [*fields(), *others])}?")
+
+
+def read_config(path: pathlib.Path) -> Config:
+    """Reads a config file.
+
+    Args:
+      path: a JSON file as ``save_config`` writes it, or with fewer settings.
+
+    Returns:
+      The validated config.
+
+    Raises:
+      ConfigError: the file cannot be read, or what it says is not a config.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_repeats)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: cannot be read ({error.strerror})") from error
+    except ConfigError as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"config file {path}: not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config file {path}: got {type(settings).__name__}, expected an object of sections")
+    return from_dict(settings)
+
+
+def save_config(config: Config, path: pathlib.Path) -> None:
+    """Writes a config file in one piece: a reader finds the old one or the new one.
+
+    Args:
+      config: the config to save.
+      path: where; its directory is made if there is none.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    replace_file(path, to_json(config))
+
+
+def replace_file(path: pathlib.Path, text: str) -> None:
+    """Writes a small text file in one piece, or raises ConfigError and leaves the old one."""
+    torn = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn.write_text(text, encoding="utf-8")
+        torn.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            torn.unlink()
+        raise ConfigError(
+            f"run directory {path.parent}: cannot be written ({error.strerror}); set --workdir"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ConfigError(f"{next(name for name in names if names.count(name) > 1)} is set twice")
+    return found
