@@ -61,13 +61,13 @@ def read_trace(path: pathlib.Path) -> list[TraceRow]:
     return rows
 
 
-def trace_outages(rows: Iterable[TraceRow], num_units: int, steps_per_millisecond: float) -> list[Outage]:
+def trace_outages(rows: Iterable[TraceRow], num_units: int, milliseconds_per_step: float) -> list[Outage]:
     """Turn a trace into the outages of ``num_units`` units, by the rules in the module's docstring.
 
     Args:
       rows: the trace, in the order of time.
       num_units: units of the cluster, num_nodes * num_stages.
-      steps_per_millisecond: steps that a millisecond of the trace lasts.
+      milliseconds_per_step: time of the trace that passes in a step.
 
     Returns:
       The outages, in steps from the start of the run.
@@ -82,7 +82,7 @@ def trace_outages(rows: Iterable[TraceRow], num_units: int, steps_per_millisecon
     dead_since: dict[int, float] = {}
     outages: list[Outage] = []
     for row in remaining:
-        time = (row.milliseconds - origin) * steps_per_millisecond
+        time = (row.milliseconds - origin) / milliseconds_per_step
         if row.added:
             spares[row.name] = None
         elif row.name in unit_of:
