@@ -141,7 +141,9 @@ class MeshConfig:
         check_types(self, "mesh.")
         for field in ("num_nodes", "fsdp", "tensor"):
             check_range(f"mesh.{field}", getattr(self, field), at_least=1)
-        check_range("mesh.num_submeshes", self.num_submeshes, at_least=1, at_most=self.num_nodes)
+        check_range("mesh.num_submeshes", self.num_submeshes, at_least=1)
+        at_most = f"at most mesh.num_nodes ({self.num_nodes})"
+        check_fits("mesh.num_submeshes", self.submesh_count, lambda count: count <= self.num_nodes, at_most)
 
     @property
     def submesh_count(self) -> int:
@@ -367,7 +369,8 @@ class Config:
         self._check_sharding()
         self._check_lengths()
         nodes = self.mesh.num_nodes
-        check_range("faults.min_live_nodes", self.faults.min_live_nodes, at_most=nodes)
+        at_most = f"at most mesh.num_nodes ({nodes})"
+        check_fits("faults.min_live_nodes", self.faults.min_live_nodes, lambda count: count <= nodes, at_most)
         for node in self.faults.persistent_nodes:
             check_range("faults.persistent_nodes", node, at_least=0, below=nodes)
 
@@ -381,7 +384,8 @@ class Config:
             "model.num_kv_heads", model.kv_heads, lambda n: n % tensor == 0 and model.num_heads % n == 0, over_tensor
         )
         check_fits("model.ffn_size", model.ffn_size, lambda n: n % tensor == 0, over_tensor)
-        check_fits("model.hidden_size", model.hidden_size, lambda n: n % fsdp == 0, over_fsdp)
+        even_heads = 2 * model.num_heads
+        check_fits("model.hidden_size", model.hidden_size, lambda n: n % fsdp == 0 and n % even_heads == 0, over_fsdp)
         check_fits("train.microbatch_size", self.train.microbatch_size, lambda n: n % fsdp == 0, over_fsdp)
         if model.vocab_size is not None:
             check_vocab_size(model.vocab_size, self.mesh)

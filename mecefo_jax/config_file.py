@@ -30,10 +30,11 @@ def fields() -> dict[str, tuple[type, dataclasses.Field, Any]]:
 
 def sections() -> dict[str, type]:
     """The dataclasses of a config by the prefix of their settings; the config itself has none."""
-    nested = {
-        f"{name}.": declared for name, declared in field_types(Config).items() if dataclasses.is_dataclass(declared)
-    }
-    return {"": Config} | nested  # type: ignore[return-value]
+    found: dict[str, type] = {"": Config}
+    for name, declared in field_types(Config).items():
+        if isinstance(declared, type) and dataclasses.is_dataclass(declared):
+            found[f"{name}."] = declared
+    return found
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def _parse_int(value: object) -> int | None:
     except InvalidOperation:
         return None
     # The bound comes first: turning 1e999999999 into an integer would never end.
-    if not number.is_finite() or abs(number) > _INT64_MAX or number != number.to_integral_value():
+    if not number.is_finite() or number.copy_abs() > _INT64_MAX or number != number.to_integral_value():
         return None
     return int(number)
 
