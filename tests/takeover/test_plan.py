@@ -1,0 +1,326 @@
+"""Invariants of plans, for every policy and any set of live units."""
+
+import fractions
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
+from mecefo_jax.takeover import Plan, make_plan, stage_of_layers
+from mecefo_jax.takeover.plan import POLICIES
+
+LIVE_NODES = st.integers(1, 12).flatmap(lambda n: hnp.arrays(bool, (n, 1)))
+LIVE_UNITS = st.tuples(st.integers(1, 8), st.integers(1, 5)).flatmap(lambda shape: hnp.arrays(bool, shape))
+SLICES = st.integers(1, 5)
+POLICY = st.sampled_from(POLICIES)
+
+
+def plan_of(live_NS, policy, microbatches_per_node=4, degraded_cost=0.6, slack=0.1) -> Plan:
+    return make_plan(
+        np.asarray(live_NS, dtype=bool),
+        policy,
+        microbatches_per_node=microbatches_per_node,
+        degraded_cost=degraded_cost,
+        slack=slack,
+    )
+
+
+def plan_or_skip(live_NS, policy, microbatches_per_node, **costs) -> Plan:
+    try:
+        return plan_of(live_NS, policy, microbatches_per_node, **costs)
+    except TooFewLiveNodesError:
+        enough = {
+            "neighbor": live_NS.any(),
+            "reroute": live_NS.any(axis=0).all(),
+            "balanced": live_NS.any(axis=0).all(),
+            "drop": live_NS.all(axis=1).any(),
+        }
+        assert not enough[policy]
+        assume(False)
+        raise
+
+
+def nodes_alive(num_nodes, *dead):
+    live_NS = np.ones((num_nodes, 1), dtype=bool)
+    live_NS[list(dead)] = False
+    return live_NS
+
+
+def test_the_policies_are_those_of_the_config():
+    assert POLICIES == ("neighbor", "reroute", "balanced", "drop")
+
+
+@given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
+def test_every_microbatch_runs_exactly_once_on_a_node_with_a_live_stage(live_NS, policy, per_node):
+    plan = plan_or_skip(live_NS, policy, per_node)
+    runs = [np.concatenate(plan.microbatches_of(node)) for node in range(plan.num_nodes)]
+    ids = np.sort(np.concatenate([*runs, plan.dropped]))
+    np.testing.assert_array_equal(ids, np.arange(len(live_NS) * per_node))
+    for node, run in enumerate(runs):
+        assert live_NS[node].any() or run.size == 0
+    if policy != "drop":
+        assert plan.dropped.size == 0 and np.all(plan.assignee_MS >= 0)
+
+
+@given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
+def test_dead_units_get_nothing_and_the_work_adds_up(live_NS, policy, per_node):
+    plan = plan_or_skip(live_NS, policy, per_node)
+    load_NS = plan.load_NS(1.0)
+    assert load_NS.shape == live_NS.shape
+    np.testing.assert_array_equal(load_NS[~live_NS], 0)
+    computed = plan.num_microbatches - len(plan.dropped)
+    assert load_NS.sum() * per_node == pytest.approx(computed * plan.num_stages)
+    # A half-price degraded microbatch shows how many of them there are.
+    saved = (load_NS - plan.load_NS(0.5)).sum() * per_node * 2
+    assert saved == pytest.approx(plan.degraded_MS.sum())
+
+
+@given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
+def test_a_plan_is_a_pure_function_and_read_only(live_NS, policy, per_node):
+    plan = plan_or_skip(live_NS, policy, per_node)
+    again = plan_of(live_NS.copy(), policy, per_node)
+    for name in ("live_NS", "assignee_MS", "degraded_MS", "executor_M"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
+        assert not getattr(plan, name).flags.writeable
+    assert plan.assignee_MS.dtype == plan.executor_M.dtype == np.int32 and plan.degraded_MS.dtype == bool
+    live_NS[:] = ~live_NS
+    np.testing.assert_array_equal(plan.live_NS, again.live_NS)
+
+
+@given(shape=st.tuples(st.integers(1, 8), st.integers(1, 5)), policy=POLICY, per_node=SLICES)
+def test_when_all_are_healthy_each_node_does_its_slice_exactly(shape, policy, per_node):
+    plan = plan_of(np.ones(shape), policy, per_node)
+    assert plan.degraded.size == plan.taken_over.size == plan.dropped.size == 0
+    for node in range(shape[0]):
+        exact, degraded = plan.microbatches_of(node)
+        np.testing.assert_array_equal(exact, np.arange(node * per_node, (node + 1) * per_node))
+        assert degraded.size == 0
+    np.testing.assert_array_equal(plan.load_NS(0.3), np.ones(shape))
+    assert plan.critical_load(0.3) == 1.0
+
+
+@given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
+def test_the_executor_is_home_while_a_stage_of_it_lives(live_NS, policy, per_node):
+    plan = plan_or_skip(live_NS, policy, per_node)
+    for microbatch in range(plan.num_microbatches):
+        home = microbatch // per_node
+        assert plan.home_M[microbatch] == home
+        if plan.assignee_MS[microbatch, 0] < 0:
+            assert plan.executor_M[microbatch] == -1
+        elif live_NS[home].any():
+            assert plan.executor_M[microbatch] == home
+        else:
+            assert plan.executor_M[microbatch] == plan.assignee_MS[microbatch, 0]
+
+
+@given(live_NS=LIVE_NODES, policy=POLICY, per_node=SLICES)
+def test_whole_nodes_are_the_case_of_one_stage(live_NS, policy, per_node):
+    plan = plan_or_skip(live_NS, policy, per_node)
+    np.testing.assert_array_equal(plan.executor_M, plan.assignee_MS[:, 0])
+    np.testing.assert_array_equal(plan.degraded, np.flatnonzero(plan.degraded_MS[:, 0]))
+    for node in range(plan.num_nodes):
+        for ids, degraded in zip(plan.microbatches_of(node), (False, True), strict=True):
+            expected = np.flatnonzero((plan.executor_M == node) & (plan.degraded_MS[:, 0] == degraded))
+            np.testing.assert_array_equal(ids, expected)
+
+
+@given(live_NS=LIVE_UNITS, per_node=SLICES)
+def test_neighbor_equals_a_walk_around_the_rings(live_NS, per_node):
+    plan = plan_or_skip(live_NS, "neighbor", per_node)
+    num_nodes, num_stages = live_NS.shape
+    assignee, degraded, count = {}, set(), np.zeros(live_NS.shape)
+    for home in range(num_nodes):
+        node = home
+        while not live_NS[node].any():
+            node = (node + 1) % num_nodes
+        assignee[home] = node
+        if node != home:
+            degraded |= {(n, s) for n in (home, node) for s in range(num_stages)}
+        for stage in range(num_stages):
+            cover = stage
+            while not live_NS[node, cover]:
+                cover = (cover + 1) % num_stages
+            count[node, cover] += 1
+            if cover != stage and node == home:
+                degraded |= {(home, stage), (home, cover)}
+    for microbatch in range(plan.num_microbatches):
+        home = microbatch // per_node
+        assert set(plan.assignee_MS[microbatch]) == {assignee[home]}
+        for stage in range(num_stages):
+            assert plan.degraded_MS[microbatch, stage] == ((home, stage) in degraded)
+    np.testing.assert_allclose(plan.load_NS(1.0), count)
+
+
+@given(live_NS=LIVE_UNITS, per_node=SLICES)
+def test_reroute_is_exact_even_and_leaves_the_living_their_own(live_NS, per_node):
+    plan = plan_or_skip(live_NS, "reroute", per_node)
+    assert not plan.degraded_MS.any()
+    for stage in range(plan.num_stages):
+        counts = np.bincount(plan.assignee_MS[:, stage], minlength=plan.num_nodes)[live_NS[:, stage]]
+        assert counts.max() - counts.min() <= 1
+        keeps = live_NS[plan.home_M, stage]
+        np.testing.assert_array_equal(plan.assignee_MS[keeps, stage], plan.home_M[keeps])
+
+
+@given(live_NS=LIVE_UNITS, per_node=SLICES)
+def test_drop_leaves_out_the_slices_of_cut_nodes_and_nothing_else(live_NS, per_node):
+    plan = plan_or_skip(live_NS, "drop", per_node)
+    cut_M = np.repeat(~live_NS.all(axis=1), per_node)
+    np.testing.assert_array_equal(plan.dropped, np.flatnonzero(cut_M))
+    np.testing.assert_array_equal(
+        plan.assignee_MS, np.where(cut_M, -1, plan.home_M)[:, None].repeat(plan.num_stages, 1)
+    )
+    assert not plan.degraded_MS.any()
+    assert set(plan.load_NS(0.5).reshape(-1)) <= {0.0, 1.0}
+
+
+@settings(max_examples=200)
+@given(
+    live_NS=LIVE_UNITS,
+    per_node=SLICES,
+    cost_percent=st.integers(1, 100),
+    slack_percent=st.integers(0, 250),
+)
+def test_balanced_degrades_the_fewest_that_keep_each_unit_within_its_slack(
+    live_NS, per_node, cost_percent, slack_percent
+):
+    # In exact arithmetic, so that a limit that is met to the last bit counts as met.
+    cost, slack = fractions.Fraction(cost_percent, 100), fractions.Fraction(slack_percent, 100)
+    plan = plan_or_skip(live_NS, "balanced", per_node, degraded_cost=cost_percent / 100, slack=slack_percent / 100)
+    np.testing.assert_array_equal(plan.assignee_MS, plan_of(live_NS, "reroute", per_node).assignee_MS)
+    limit = (1 + slack) * per_node
+    for node, stage in np.argwhere(live_NS):
+        mine_M = plan.assignee_MS[:, stage] == node
+        count, num_degraded = int(mine_M.sum()), int(plan.degraded_MS[mine_M, stage].sum())
+        enough = [d for d in range(count + 1) if count - d + cost * d <= limit]
+        impossible = 0 if cost == 1 else count
+        assert num_degraded == (min(enough) if enough else impossible)
+        if enough:
+            assert plan.load_NS(float(cost))[node, stage] <= (1 + float(slack)) * (1 + 1e-9)
+
+
+@given(live_NS=LIVE_NODES, per_node=SLICES)
+def test_balanced_with_endless_slack_is_reroute(live_NS, per_node):
+    plan = plan_or_skip(live_NS, "balanced", per_node, slack=1000.0)
+    assert plan.degraded.size == 0
+
+
+def test_one_of_eight_by_hand():
+    live_NS = nodes_alive(8, 3)
+    neighbor = plan_of(live_NS, "neighbor")
+    exact, degraded = neighbor.microbatches_of(4)
+    assert exact.size == 0 and list(degraded) == [12, 13, 14, 15, 16, 17, 18, 19]
+    assert neighbor.critical_load(0.6) == pytest.approx(1.2)
+    reroute = plan_of(live_NS, "reroute")
+    assert list(reroute.taken_over) == [12, 13, 14, 15] and reroute.critical_load(0.6) == 1.25
+    balanced = plan_of(live_NS, "balanced")
+    # Five microbatches against a limit of 4.4: one degraded leaves 4.6, two leave 4.2.
+    assert len(balanced.degraded) == 8 and balanced.critical_load(0.6) == pytest.approx(1.05)
+    drop = plan_of(live_NS, "drop")
+    assert list(drop.dropped) == [12, 13, 14, 15] and drop.critical_load(0.6) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dead", "takers"),
+    [
+        ((3, 4), {3: 5, 4: 5}),  # adjacent
+        ((7,), {7: 0}),  # around the ring
+        ((7, 0), {7: 1, 0: 1}),
+        ((0, 1, 2, 3, 4, 6, 7), {0: 5, 4: 5, 6: 5, 7: 5}),  # all but one
+    ],
+)
+def test_case_15_the_next_live_node_takes_adjacent_failures(dead, takers):
+    plan = plan_of(nodes_alive(8, *dead), "neighbor", 2)
+    for node, taker in takers.items():
+        assert set(plan.executor_M[2 * node : 2 * node + 2]) == {taker}
+    taker = set(takers.values()).pop()
+    assert len(plan.microbatches_of(taker)[1]) == 2 * (1 + len(dead))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_case_15_a_failing_neighbor_all_but_one_dead_and_recovery_in_sequence(policy):
+    for dead in [(), (3,), (3, 4), (3, 4, 5), (0, 1, 2, 3, 4, 5, 6), (3,), ()]:
+        plan = plan_of(nodes_alive(8, *dead), policy)
+        for node in range(8):
+            run = np.concatenate(plan.microbatches_of(node))
+            assert (run.size == 0) == (node in dead)
+        if not dead:
+            assert plan.degraded.size == plan.taken_over.size == 0
+
+
+def test_stage_neighbor_degrades_just_the_dead_stage_and_its_cover():
+    live_NS = np.ones((3, 4), dtype=bool)
+    live_NS[1, 3] = False
+    plan = plan_of(live_NS, "neighbor", 2)
+    expected_MS = np.zeros((6, 4), dtype=bool)
+    expected_MS[2:4, [3, 0]] = True
+    np.testing.assert_array_equal(plan.degraded_MS, expected_MS)
+    np.testing.assert_allclose(plan.load_NS(0.6), [[1, 1, 1, 1], [1.2, 1, 1, 0], [1, 1, 1, 1]])
+    expected_ML = np.zeros((6, 8), dtype=bool)
+    expected_ML[2:4, [6, 7, 0, 1]] = True
+    np.testing.assert_array_equal(plan.degraded_layers(8), expected_ML)
+
+
+@given(num_layers=st.integers(1, 64), data=st.data())
+def test_stages_are_contiguous_even_ranges_of_layers(num_layers, data):
+    num_stages = data.draw(st.integers(1, num_layers))
+    stages = stage_of_layers(num_layers, num_stages)
+    assert stages.shape == (num_layers,) and np.all(np.diff(stages) >= 0)
+    counts = np.bincount(stages, minlength=num_stages)
+    assert counts.size == num_stages and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_live_node_is_too_few(policy):
+    with pytest.raises(TooFewLiveNodesError, match="no node is live"):
+        plan_of(np.zeros((4, 2)), policy)
+
+
+@pytest.mark.parametrize("policy", ["reroute", "balanced", "drop"])
+def test_a_stage_dead_everywhere_is_named(policy):
+    live_NS = np.ones((4, 3))
+    live_NS[:, 1] = 0
+    with pytest.raises(TooFewLiveNodesError, match="stage 1 is dead on every node"):
+        plan_of(live_NS, policy)
+    assert plan_of(live_NS, "neighbor").dropped.size == 0
+
+
+def test_drop_with_every_node_cut_is_too_few():
+    with pytest.raises(TooFewLiveNodesError, match="leaves no microbatch"):
+        plan_of(~np.eye(3, dtype=bool), "drop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "neighbour"}, "did you mean neighbor"),
+        ({"policy": "xyz"}, "unknown; set one of neighbor, reroute"),
+        ({"degraded_cost": 0.0}, "degraded_cost=0"),
+        ({"degraded_cost": -0.5}, "degraded_cost=-0.5"),
+        ({"degraded_cost": math.nan}, "degraded_cost=nan"),
+        ({"degraded_cost": 1.5, "policy": "balanced"}, "costs 1.5 of an exact one"),
+        ({"slack": -0.1}, "slack=-0.1"),
+        ({"slack": math.inf}, "slack=inf"),
+        ({"microbatches_per_node": 0}, "microbatches_per_node=0"),
+    ],
+)
+def test_bad_arguments_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_of(**({"live_NS": np.ones((4, 1)), "policy": "reroute"} | changes))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plans_for_16384_nodes_take_milliseconds(policy):
+    live_NS = np.random.default_rng(0).random((16384, 1)) > 0.1
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        plan_of(live_NS, policy)
+        seconds.append(time.perf_counter() - start)
+    # About 2 ms; a Python loop over nodes or microbatches would take more than the limit.
+    assert min(seconds) < 0.02
