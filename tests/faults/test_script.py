@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mecefo_jax.config import FaultsConfig
@@ -81,6 +81,7 @@ def test_a_stage_that_does_not_exist_is_refused():
         dead("fail 3.2 at 20", 0, num_stages=2)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="fail bck0123.,;t\n", max_size=60))
 def test_no_text_gives_anything_but_outages_or_a_config_error(text):
     try:
@@ -89,6 +90,7 @@ def test_no_text_gives_anything_but_outages_or_a_config_error(text):
         assert str(error).startswith("faults.script")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 10)), min_size=1, max_size=6),
     st.integers(0, 40),

@@ -130,7 +130,7 @@ def traces(draw):
     return rows
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(rows=traces(), num_units=st.integers(1, 4))
 def test_as_many_units_live_as_instances_are_present_up_to_the_cluster(rows, num_units):
     try:

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mecefo_jax.config import DegradedConfig, ModelConfig
@@ -73,6 +73,7 @@ def test_rank_is_clipped_to_the_input_size_of_each_weight(degraded):
         assert degraded_cost(model, degraded, rank=5, **SIZES) < at_largest_input
 
 
+@settings(deadline=None)
 @given(
     hidden=st.integers(1, 64).map(lambda n: 64 * n),
     ffn=st.integers(64, 8192),

@@ -55,6 +55,7 @@ def test_the_policies_are_those_of_the_config():
     assert POLICIES == ("neighbor", "reroute", "balanced", "drop")
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
 def test_every_microbatch_runs_exactly_once_on_a_node_with_a_live_stage(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
@@ -67,6 +68,7 @@ def test_every_microbatch_runs_exactly_once_on_a_node_with_a_live_stage(live_NS,
         assert plan.dropped.size == 0 and np.all(plan.assignee_MS >= 0)
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
 def test_dead_units_get_nothing_and_the_work_adds_up(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
@@ -80,6 +82,7 @@ def test_dead_units_get_nothing_and_the_work_adds_up(live_NS, policy, per_node):
     assert saved == pytest.approx(plan.degraded_MS.sum())
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
 def test_a_plan_is_a_pure_function_and_read_only(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
@@ -92,6 +95,7 @@ def test_a_plan_is_a_pure_function_and_read_only(live_NS, policy, per_node):
     np.testing.assert_array_equal(plan.live_NS, again.live_NS)
 
 
+@settings(deadline=None)
 @given(shape=st.tuples(st.integers(1, 8), st.integers(1, 5)), policy=POLICY, per_node=SLICES)
 def test_when_all_are_healthy_each_node_does_its_slice_exactly(shape, policy, per_node):
     plan = plan_of(np.ones(shape), policy, per_node)
@@ -104,6 +108,7 @@ def test_when_all_are_healthy_each_node_does_its_slice_exactly(shape, policy, pe
     assert plan.critical_load(0.3) == 1.0
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
 def test_the_executor_is_home_while_a_stage_of_it_lives(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
@@ -118,6 +123,7 @@ def test_the_executor_is_home_while_a_stage_of_it_lives(live_NS, policy, per_nod
             assert plan.executor_M[microbatch] == plan.assignee_MS[microbatch, 0]
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_NODES, policy=POLICY, per_node=SLICES)
 def test_whole_nodes_are_the_case_of_one_stage(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
@@ -129,6 +135,7 @@ def test_whole_nodes_are_the_case_of_one_stage(live_NS, policy, per_node):
             np.testing.assert_array_equal(ids, expected)
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, per_node=SLICES)
 def test_neighbor_equals_a_walk_around_the_rings(live_NS, per_node):
     plan = plan_or_skip(live_NS, "neighbor", per_node)
@@ -156,6 +163,7 @@ def test_neighbor_equals_a_walk_around_the_rings(live_NS, per_node):
     np.testing.assert_allclose(plan.load_NS(1.0), count)
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, per_node=SLICES)
 def test_reroute_is_exact_even_and_leaves_the_living_their_own(live_NS, per_node):
     plan = plan_or_skip(live_NS, "reroute", per_node)
@@ -167,6 +175,7 @@ def test_reroute_is_exact_even_and_leaves_the_living_their_own(live_NS, per_node
         np.testing.assert_array_equal(plan.assignee_MS[keeps, stage], plan.home_M[keeps])
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_UNITS, per_node=SLICES)
 def test_drop_leaves_out_the_slices_of_cut_nodes_and_nothing_else(live_NS, per_node):
     plan = plan_or_skip(live_NS, "drop", per_node)
@@ -179,7 +188,7 @@ def test_drop_leaves_out_the_slices_of_cut_nodes_and_nothing_else(live_NS, per_n
     assert set(plan.load_NS(0.5).reshape(-1)) <= {0.0, 1.0}
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     live_NS=LIVE_UNITS,
     per_node=SLICES,
@@ -204,6 +213,7 @@ def test_balanced_degrades_the_fewest_that_keep_each_unit_within_its_slack(
             assert plan.load_NS(float(cost))[node, stage] <= (1 + float(slack)) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(live_NS=LIVE_NODES, per_node=SLICES)
 def test_balanced_with_endless_slack_is_reroute(live_NS, per_node):
     plan = plan_or_skip(live_NS, "balanced", per_node, slack=1000.0)
@@ -266,6 +276,7 @@ def test_stage_neighbor_degrades_just_the_dead_stage_and_its_cover():
     np.testing.assert_array_equal(plan.degraded_layers(8), expected_ML)
 
 
+@settings(deadline=None)
 @given(num_layers=st.integers(1, 64), data=st.data())
 def test_stages_are_contiguous_even_ranges_of_layers(num_layers, data):
     num_stages = data.draw(st.integers(1, num_layers))
