@@ -455,24 +455,3 @@ def check_vocab_size(vocab_size: int, mesh: MeshConfig) -> None:
     """
     reason = f"a multiple of mesh.tensor ({mesh.tensor})"
     check_fits("model.vocab_size", vocab_size, lambda size: size % mesh.tensor == 0, reason)
-
-
-def identity(config: Config) -> dict[str, object]:
-    """The settings that a checkpoint is bound to, by dotted name: the model, the data it saw, and in which order.
-
-    A run resumes only with the same. The number of nodes is not among them, their microbatches taken together are;
-    nor is the schedule, which may change with a warning.
-    """
-    model = {f"model.{field.name}": getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
-    for runtime_choice in ("model.remat", "model.compute_dtype", "model.max_seq_len"):
-        del model[runtime_choice]
-    return model | {
-        "model.num_kv_heads": config.model.kv_heads,
-        "data.source": config.data.source,
-        "data.tokenizer": config.data.tokenizer,
-        "data.seq_len": config.data.seq_len,
-        "train.seed": config.train.seed,
-        "train.microbatch_size": config.train.microbatch_size,
-        "mesh.num_nodes x train.microbatches_per_node": config.num_microbatches,
-        "basis.rank": config.basis.rank,
-    }

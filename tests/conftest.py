@@ -1,5 +1,6 @@
 """Strict numerics for every test: no silent broadcasting of ranks, no silent dtype promotion, eight CPU devices."""
 
+import hypothesis
 import jax
 import matplotlib
 
@@ -7,3 +8,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 matplotlib.use("Agg")
+# A first example may compile, and machines differ: time is no property of the code under test.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")

@@ -20,7 +20,6 @@ from mecefo_jax.config import (
     TrainConfig,
     check_devices,
     check_vocab_size,
-    identity,
 )
 from mecefo_jax.errors import ConfigError
 
@@ -268,37 +267,6 @@ def test_vocabulary_from_the_tokenizer_is_checked_alike():
     check_vocab_size(32_000, MeshConfig(tensor=4))
     with pytest.raises(ConfigError, match="32000 or 32004"):
         check_vocab_size(32_001, MeshConfig(tensor=4))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": ModelConfig(ffn_size=352)},
-        {"data": DataConfig(seq_len=128)},
-        {"data": DataConfig(tokenizer="bpe")},
-        {"train": TrainConfig(seed=1)},
-        {"train": TrainConfig(microbatch_size=8)},
-        {"train": TrainConfig(microbatches_per_node=4)},
-        {"basis": BasisConfig(rank=64)},
-    ],
-)
-def test_identity_names_what_a_checkpoint_is_bound_to(change):
-    old, new = identity(Config()), identity(Config(**change))
-    assert old.keys() == new.keys()
-    assert len({key for key in old if old[key] != new[key]}) == 1
-
-
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
-def test_identity_does_not_depend_on_nodes_schedule_or_faults(nodes):
-    config = Config(
-        mesh=MeshConfig(num_nodes=nodes),
-        train=TrainConfig(microbatches_per_node=24 // nodes, steps=100 * nodes),
-        faults=FaultsConfig(policy="drop"),
-        model=ModelConfig(remat="block", num_kv_heads=4),
-    )
-    assert identity(config) == identity(
-        Config(mesh=MeshConfig(num_nodes=6), train=TrainConfig(microbatches_per_node=4))
-    )
 
 
 def test_batch_is_counted_over_all_nodes():
