@@ -32,7 +32,7 @@ def llama_350m() -> Config:
     """LLaMA 350M: 8192 sequences a step, 6,000 steps, 12.6 billion tokens.
 
     Command: ``python train.py llama_350m --faults.scenario high``.
-    Hardware: 32 accelerators of 40 GB or more; one of 80 GB with ``--mesh.num_submeshes 1``.
+    Hardware, by estimate: 32 accelerators of 40 GB or more, or a single one of 80 GB with ``--mesh.num_submeshes 1``.
     Time: not measured here.
     Expected: the paper reports a validation perplexity of 18.74 without failures, 18.75, 18.88 and 19.04 under low, mid
     and high, with its own tokenizer and sequence length. This run has not been carried to its end here.
@@ -46,8 +46,8 @@ def llama_1b() -> Config:
     """LLaMA 1B: 4096 sequences a step, 20,000 steps, 21 billion tokens.
 
     Command: ``python train.py llama_1b --faults.scenario high``.
-    Hardware: 32 accelerators of 80 GB. The feed-forward width, 5461, is odd, so ``--mesh.tensor`` stays 1; shard a node
-    with ``--mesh.fsdp`` instead.
+    Hardware, by estimate: 32 accelerators of 80 GB. The feed-forward width, 5461, is odd, so ``--mesh.tensor`` stays 1;
+    shard a node with ``--mesh.fsdp`` instead.
     Time: not measured here.
     Expected: the paper reports a validation perplexity of 15.49 without failures, 15.51, 15.61 and 15.83 under low, mid
     and high, with its own tokenizer and sequence length. This run has not been carried to its end here.
@@ -61,8 +61,8 @@ def llama_7b() -> Config:
     """LLaMA 7B: 1024 sequences a step, 60,000 steps, 15.7 billion tokens.
 
     Command: ``python train.py llama_7b --mesh.fsdp 8 --faults.scenario high``.
-    Hardware: 32 nodes of 8 accelerators of 80 GB: parameters, gradients and moments in float32 take 108 GB a node, so a
-    single device does not hold them.
+    Hardware, by estimate: 32 nodes of 8 accelerators of 80 GB. Parameters, gradients and moments in float32 take 108 GB
+    a node, so a single device does not hold them.
     Time: not measured here.
     Expected: the paper reports a validation perplexity of 14.92 without failures, 14.97, 15.04 and 15.16 under low, mid
     and high, with its own tokenizer and sequence length. This run has not been carried to its end here.

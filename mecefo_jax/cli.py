@@ -220,7 +220,7 @@ def _run(config: Config, workdir: pathlib.Path) -> None:
     """Trains; a config that is refused does not replace that of the runs before it in the same directory."""
     _prepare_devices(config)
     path = workdir / "config.json"
-    previous = path.read_text(encoding="utf-8") if path.is_file() else None
+    previous = path.read_bytes() if path.is_file() else None
     save_config(config, path)
     try:
         from mecefo_jax import trainer

@@ -134,15 +134,15 @@ def save_config(config: Config, path: pathlib.Path) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
-    replace_file(path, to_json(config))
+    replace_file(path, to_json(config).encode())
 
 
-def replace_file(path: pathlib.Path, text: str) -> None:
-    """Writes a small text file in one piece, or raises ConfigError and leaves the old one."""
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a small file in one piece, or raises ConfigError and leaves the old one."""
     torn = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn.write_text(text, encoding="utf-8")
+        torn.write_bytes(content)
         torn.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
