@@ -1,0 +1,286 @@
+"""The plain training step next to Hugging Face's LLaMA under PyTorch: the same losses, then tokens per second.
+
+    pip install torch transformers
+    python scripts/compare_torch.py [SIZE ...] [--rounds N] [--json FILE]
+
+Both train the same model from the same weights on the same tokens with AdamW, in float32 on this machine's CPU, with as
+many threads as each library takes. PyTorch runs eagerly, with its fused attention and its fused AdamW. The two take
+turns in one process, so that whatever else the machine does slows both alike.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Int, PyTree
+from rich.console import Console
+from rich.table import Table
+
+try:
+    import torch
+    import transformers
+except ImportError as missing:
+    sys.exit(f"error: this comparison needs {missing.name}, which is not installed; run: pip install torch transformers")
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
+
+import configs  # noqa: E402
+from mecefo_jax.config import ModelConfig  # noqa: E402
+from mecefo_jax.model import Model, init_model, loss_sum  # noqa: E402
+
+_LARGEST_LOSS_DIFFERENCE = 1e-5  # relative; both compute in float32
+_LEARNING_RATE, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.01
+
+Part = Callable[[], object]
+"""Runs one part of a step and waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is compared: a model and the shape of its batch."""
+
+    model: ModelConfig
+    vocab_size: int
+    batch_size: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens predicted in a step."""
+        return self.batch_size * self.seq_len
+
+
+def sizes() -> dict[str, Size]:
+    """The quickstart's microbatch, the same model on longer text, and a model whose matrix products weigh more."""
+    quickstart = configs.get("quickstart")
+    tiny = ModelConfig(hidden_size=128, ffn_size=344, num_layers=4, num_heads=4)
+    mid = ModelConfig(hidden_size=512, ffn_size=1376, num_layers=8, num_heads=8)
+    return {
+        "quickstart": Size(
+            model=quickstart.model,
+            vocab_size=258,
+            batch_size=quickstart.train.microbatch_size,
+            seq_len=quickstart.data.seq_len,
+        ),
+        "tiny": Size(model=tiny, vocab_size=258, batch_size=4, seq_len=256),
+        "mid": Size(model=mid, vocab_size=8192, batch_size=4, seq_len=256),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare each size, print a table, and write the numbers as JSON if asked to."""
+    known = sizes()
+    parser = argparse.ArgumentParser(description="Tokens per second next to Hugging Face's LLaMA under PyTorch, on CPU.")
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(known)}; all if none is given")
+    parser.add_argument("--rounds", type=int, default=15, help="times that each part is run (default: %(default)s)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write the numbers")
+    arguments = parser.parse_args(argv)
+    if unknown := [name for name in arguments.sizes if name not in known]:
+        parser.error(f"unknown size {unknown[0]!r}; expected one of {', '.join(known)}")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}; set it to at least 1")
+
+    jax.config.update("jax_platforms", "cpu")
+    results = {name: compare(known[name], arguments.rounds) for name in arguments.sizes or known}
+    _print_table(results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": _machine(), "sizes": results}, indent=2) + "\n")
+    return 0
+
+
+def compare(size: Size, num_rounds: int) -> dict[str, dict[str, float]]:
+    """Check that both compute the same loss, then time them in turns.
+
+    Returns:
+        For each of ``forward``, ``gradient`` (forward and backward) and ``step`` (with the update): ``jax_s`` and
+        ``torch_s`` (median seconds), ``jax_tokens_per_s``, ``torch_tokens_per_s``, and ``ratio``, the median over the
+        rounds of PyTorch's time over ours: above 1 where ours is faster.
+
+    Raises:
+        ArithmeticError: the losses differ.
+    """
+    params = init_model(size.model, size.vocab_size, seed=0)
+    tokens_BT1 = np.random.default_rng(0).integers(size.vocab_size, size=(size.batch_size, size.seq_len + 1))
+    theirs = hugging_face_model(params, size.model, size.vocab_size)
+    _check_losses(params, theirs, tokens_BT1)
+    ours_parts, their_parts = jax_parts(params, tokens_BT1), torch_parts(theirs, tokens_BT1)
+    return {part: _compare_part(ours_parts[part], their_parts[part], size, num_rounds) for part in ours_parts}
+
+
+def hugging_face_model(params: Model, config: ModelConfig, vocab_size: int) -> transformers.LlamaForCausalLM:
+    """Hugging Face's model of the same shape, with a copy of the same weights."""
+    shape = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(shape)
+    weights = {name: torch.tensor(array) for name, array in hugging_face_weights(params).items()}
+    if config.tie_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+def hugging_face_weights(params: Model) -> dict[str, np.ndarray]:
+    """A tree like the parameters under Hugging Face's names, one entry a layer; their linears are ``[out, in]``."""
+    blocks = params.blocks
+    linears = {
+        "self_attn.q_proj": blocks.attention.query,
+        "self_attn.k_proj": blocks.attention.key,
+        "self_attn.v_proj": blocks.attention.value,
+        "self_attn.o_proj": blocks.attention.out,
+        "mlp.gate_proj": blocks.feed_forward.gate,
+        "mlp.up_proj": blocks.feed_forward.up,
+        "mlp.down_proj": blocks.feed_forward.down,
+    }
+    per_layer = {name: np.asarray(linear.kernel[...]).swapaxes(1, 2) for name, linear in linears.items()}
+    per_layer["input_layernorm"] = np.asarray(blocks.norm1.scale[...])
+    per_layer["post_attention_layernorm"] = np.asarray(blocks.norm2.scale[...])
+    weights = {
+        f"model.layers.{layer}.{name}.weight": array
+        for name, stacked in per_layer.items()
+        for layer, array in enumerate(stacked)
+    }
+    weights["model.embed_tokens.weight"] = np.asarray(params.embedding[...])
+    weights["model.norm.weight"] = np.asarray(params.final_norm.scale[...])
+    if params.head is not None:
+        weights["lm_head.weight"] = np.asarray(params.head.kernel[...]).T
+    return weights
+
+
+def jax_parts(params: Model, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, Part]:
+    """Our step and its parts: one jitted program on one device, which donates the state."""
+    optimizer = optax.adamw(_LEARNING_RATE, *_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY)
+    tokens = jnp.asarray(tokens_BT1, jnp.int32)
+
+    def step(params: Model, opt_state: PyTree, tokens: jax.Array) -> tuple[Model, PyTree, jax.Array]:
+        loss, grads = jax.value_and_grad(mean_loss)(params, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    forward, gradient = jax.jit(mean_loss), jax.jit(jax.value_and_grad(mean_loss))
+    jitted_step = jax.jit(step, donate_argnums=(0, 1))
+    state = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+
+    def run_step() -> object:
+        nonlocal state
+        *state, loss = jitted_step(*state, tokens)
+        return jax.block_until_ready((state, loss))
+
+    return {
+        "forward": lambda: jax.block_until_ready(forward(params, tokens)),
+        "gradient": lambda: jax.block_until_ready(gradient(params, tokens)),
+        "step": run_step,
+    }
+
+
+def torch_parts(model: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, Part]:
+    """PyTorch's step and its parts."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
+    tokens = torch.tensor(tokens_BT1)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return torch_mean_loss(model, tokens)
+
+    def gradient() -> object:
+        optimizer.zero_grad(set_to_none=True)
+        return torch_mean_loss(model, tokens).backward()
+
+    def step() -> object:
+        gradient()
+        return optimizer.step()
+
+    return {"forward": forward, "gradient": gradient, "step": step}
+
+
+def mean_loss(params: Model, tokens_BT1: Int[jax.Array, "B T+1"]) -> jax.Array:
+    """Our loss in nats a token, computed in float32."""
+    total, count = loss_sum(params, tokens_BT1, jnp.dtype(jnp.float32))
+    return total / count.astype(jnp.float32)
+
+
+def torch_mean_loss(model: transformers.LlamaForCausalLM, tokens_BT1: torch.Tensor) -> torch.Tensor:
+    """Their loss in nats a token."""
+    logits_BTV = model(input_ids=tokens_BT1[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT1[:, 1:].flatten())
+
+
+def _check_losses(
+    params: Model, theirs: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray, "B T+1"]
+) -> None:
+    ours_loss = float(jax.jit(mean_loss)(params, jnp.asarray(tokens_BT1, jnp.int32)))
+    with torch.no_grad():
+        their_loss = float(torch_mean_loss(theirs, torch.tensor(tokens_BT1)))
+    if not abs(ours_loss - their_loss) <= _LARGEST_LOSS_DIFFERENCE * abs(their_loss):
+        raise ArithmeticError(f"the losses differ, so their times mean nothing: ours {ours_loss}, theirs {their_loss}")
+
+
+def _compare_part(ours: Part, theirs: Part, size: Size, num_rounds: int) -> dict[str, float]:
+    ours_s, theirs_s = _time_in_turns(ours, theirs, num_rounds)
+    return {
+        "jax_s": statistics.median(ours_s),
+        "torch_s": statistics.median(theirs_s),
+        "jax_tokens_per_s": size.tokens / statistics.median(ours_s),
+        "torch_tokens_per_s": size.tokens / statistics.median(theirs_s),
+        "ratio": statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True)),
+    }
+
+
+def _time_in_turns(first: Part, second: Part, num_rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each run of the two, after two runs to warm up; who goes first alternates."""
+    times: dict[Part, list[float]] = {first: [], second: []}
+    for round_number in range(-2, num_rounds):
+        for part in (first, second) if round_number % 2 else (second, first):
+            start = time.perf_counter()
+            part()
+            if round_number >= 0:
+                times[part].append(time.perf_counter() - start)
+    return times[first], times[second]
+
+
+def _machine() -> dict[str, object]:
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "torch_threads": torch.get_num_threads(),
+        "jax": jax.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _print_table(results: dict[str, dict[str, dict[str, float]]]) -> None:
+    table = Table("size", "part", title="Tokens per second on CPU, float32")
+    for column in ("ours", "PyTorch", "ours / PyTorch"):
+        table.add_column(column, justify="right")
+    for name, parts in results.items():
+        for part, numbers in parts.items():
+            speeds = (f"{numbers[key]:,.0f}" for key in ("jax_tokens_per_s", "torch_tokens_per_s"))
+            table.add_row(name, part, *speeds, f"{numbers['ratio']:.2f}", end_section=part == "step")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
