@@ -97,19 +97,35 @@ class Executor:
         }
 
     def train_step(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> StepMetrics:
-        """Dispatch one step: gradients on each live sub-mesh, their sum, the update on each."""
+        """Dispatch one step: gradients on each live sub-mesh, their sum, the update on each.
+
+        Args:
+            step: number of the step, handed to ``microbatch``.
+            plan: who computes what.
+            microbatch: content of the microbatches.
+
+        Returns:
+            What the update reports, on a device.
+        """
+        for index, sums in self.step_sums(step, plan, microbatch).items():
+            self._states[index], metrics = self._update(index, self._states[index], sums)
+        return metrics
+
+    def step_sums(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> dict[int, Sums]:
+        """The step's sums over all nodes, as each live sub-mesh holds them; leaves ``[1, ...]``."""
         work = reassign(self._cluster, plan)
         if set(work) != set(self._states):
             self.set_live(list(work))
         degraded_ML = plan.degraded_layers(self._config.model.num_layers)
-        sums = [
+        own = [
             self._node_sums(index, share, degraded_ML, functools.partial(microbatch, step))
             for index, share in work.items()
         ]
-        reduced = self._reduce(tuple(work), sums)
-        for index, own in zip(work, views(reduced, [self._cluster.submeshes[i] for i in work]), strict=True):
-            self._states[index], metrics = self._update(index, self._states[index], own)
-        return metrics
+        mesh = live_mesh(self._cluster, list(work))
+        stacked = stack(own, mesh)
+        reduction = self._reductions.setdefault(tuple(work), make_reduction(stacked, mesh))
+        reduced = views(reduction(stacked), [self._cluster.submeshes[index] for index in work])
+        return dict(zip(work, reduced, strict=True))
 
     def evaluate(self, microbatches: Sequence[np.ndarray]) -> tuple[float, int]:
         """Summed loss in nats and number of tokens, over the live sub-meshes; waits for the result.
@@ -124,13 +140,6 @@ class Executor:
             results.append(self._evaluate(index, self._states[index], placed))
         fetched = jax.device_get(results)
         return float(sum(float(loss) for loss, _ in fetched)), int(sum(int(tokens) for _, tokens in fetched))
-
-    def _reduce(self, live: tuple[int, ...], sums: Sequence[Sums]) -> Sums:
-        mesh = live_mesh(self._cluster, live)
-        stacked = stack(sums, mesh)
-        if live not in self._reductions:
-            self._reductions[live] = make_reduction(stacked, mesh)
-        return self._reductions[live](stacked)
 
     def _node_sums(
         self, index: int, share: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]

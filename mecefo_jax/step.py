@@ -62,14 +62,13 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """Scalars of one update, equal on all nodes."""
+    """What one update reports, equal on all nodes."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
-    tokens: Int[Array, ""]
-    fewest_computed: Int[Array, ""]
-    most_computed: Int[Array, ""]
+    tokens_M: Int[Array, "M"]
+    computed_M: Int[Array, "M"]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
 
@@ -204,9 +203,8 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
         loss=loss,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
-        tokens=total_tokens,
-        fewest_computed=jnp.min(sums.computed_M),
-        most_computed=jnp.max(sums.computed_M),
+        tokens_M=sums.tokens_M,
+        computed_M=sums.computed_M,
         skipped=skipped,
         skipped_in_a_row=in_a_row,
     )

@@ -1,0 +1,363 @@
+"""The training loop: data -> faults -> plan -> step -> metrics -> checkpoint. The only place where all of them meet."""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mecefo_jax.checkpoint import Checkpointer
+from mecefo_jax.config import Config, check_vocab_size
+from mecefo_jax.config_file import from_dict, to_dict
+from mecefo_jax.data import PreparedData, Sampler, check_vocabulary, evaluation_microbatches, prepare
+from mecefo_jax.errors import NonFiniteError, PreemptedError, TooFewLiveNodesError
+from mecefo_jax.executor import Executor
+from mecefo_jax.faults import make_fault_source
+from mecefo_jax.identity import check_identity
+from mecefo_jax.mesh import make_cluster
+from mecefo_jax.metrics import RunLog
+from mecefo_jax.optimizer import learning_rate_schedule
+from mecefo_jax.performance import CompilationCounter, Throughput, peak_flops
+from mecefo_jax.report import write_report
+from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
+from mecefo_jax.step import StepMetrics
+from mecefo_jax.takeover import Plan, degraded_cost, make_plan
+from mecefo_jax.takeover.cost import exact_flops
+
+
+@dataclasses.dataclass
+class Progress:
+    """What has happened since the first step of the run, over all its restarts; saved with the state."""
+
+    tokens: int = 0
+    degraded_tokens: float = 0.0
+    critical_load_sum: float = 0.0
+    failures: int = 0
+    recoveries: int = 0
+    skipped_steps: int = 0
+    initial_loss: float = math.nan
+    last_loss: float = math.nan
+    wall_time_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    """A step whose metrics have not been read yet."""
+
+    step: int
+    plan: Plan
+    metrics: StepMetrics
+
+
+def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
+    """Train to the last step, resuming from the run directory if it holds a checkpoint.
+
+    Args:
+        config: complete description of the run.
+        workdir: run directory, made if needed.
+
+    Returns:
+        The summary, as written to ``summary.json``.
+
+    Raises:
+        RunError: with its exit code: data, checkpoints, too few live nodes, non-finite steps, preemption.
+    """
+    prepared = prepare(config.data)
+    vocab_size = config.model.vocab_size or prepared.vocab_size
+    check_vocabulary(prepared, vocab_size)
+    check_vocab_size(vocab_size, config.mesh)
+    with RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log:
+        with _preemption_requests() as preempted:
+            return Trainer(config, workdir, prepared, vocab_size, log).run(preempted)
+
+
+class Trainer:
+    """One attempt at a run."""
+
+    def __init__(self, config: Config, workdir: pathlib.Path, prepared: PreparedData, vocab_size: int, log: RunLog):
+        """Set everything up and restore the newest checkpoint, if there is one."""
+        self._config, self._workdir, self._log = config, workdir, log
+        self._compilations = CompilationCounter()
+        self._identity = to_dict(config)
+        self._identity["model"] |= {"vocab_size": vocab_size}
+        self._identity["data"] |= {"fingerprint": prepared.fingerprint}
+
+        train = config.train
+        self._sampler = Sampler(
+            prepared.train,
+            seed=train.seed,
+            num_microbatches=config.num_microbatches,
+            microbatch_size=train.microbatch_size,
+            repeat=config.data.repeat,
+        )
+        self._sampler.require_enough(train.steps)
+        self._held_out = evaluation_microbatches(prepared.validation, train.microbatch_size, config.eval.batches)
+        self._faults = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=train.seed)
+        self._degraded_cost = _degraded_cost(config, vocab_size)
+
+        self._checkpoints = Checkpointer(
+            workdir / "checkpoints",
+            keep=config.checkpoint.keep,
+            on_event=lambda kind, fields: self._log.event(kind, fields.pop("step"), **fields),
+        )
+        cluster = make_cluster(config.mesh)
+        self.progress = Progress()
+        state = self._restored(vocab_size, cluster.submeshes[0])
+        if state is None:
+            state = init_sharded_state(config, vocab_size, cluster.submeshes[0])
+        self._done = int(state.step)
+        self._executor = Executor(config, cluster, state)
+        self._throughput = self._new_throughput(vocab_size)
+        self._pending: _Dispatched | None = None
+        self._model_compilations_of_first_step: int | None = None
+
+    def run(self, preempted: Mapping[str, bool]) -> dict[str, Any]:
+        """Train the remaining steps, evaluate, save, and write the summary and the report."""
+        config, started = self._config, time.perf_counter()
+        already_finished = self._done >= config.train.steps
+        if already_finished:
+            self._log.event("already_finished", self._done, steps=config.train.steps)
+        earlier_s = self.progress.wall_time_s
+        for step in range(self._done, config.train.steps):
+            self._train(step)
+            self.progress.wall_time_s = earlier_s + time.perf_counter() - started
+            if preempted["requested"]:
+                self._save_and_wait()
+                raise PreemptedError(f"stopped by SIGTERM after step {self._done}; the same command resumes there")
+        self._flush()
+        final_eval = self._evaluate()
+        if not already_finished:
+            self._log.scalars(self._done, final_eval)
+            self._save_and_wait()
+        summary = self._summary(final_eval)
+        self._log.summary(summary)
+        self._checkpoints.close()
+        write_report(self._workdir)
+        return summary
+
+    def _train(self, step: int) -> None:
+        """Dispatch one step, then see to the one before it while the devices work."""
+        plan = self._plan(step)
+        metrics = self._executor.train_step(step, plan, self._sampler.microbatch)
+        if self._model_compilations_of_first_step is None:
+            self._model_compilations_of_first_step = self._executor.model_compilations
+        previous, self._pending = self._pending, _Dispatched(step, plan, metrics)
+        if previous is not None:
+            self._commit(previous)
+        self._done = done = step + 1
+        self._log.progress(done)
+        self._checkpoints.poll()
+
+        config = self._config
+        is_last = done == config.train.steps
+        if config.eval.every and done % config.eval.every == 0 and not is_last:
+            self._flush()
+            started = time.perf_counter()
+            self._log.scalars(done, self._evaluate())
+            self._throughput.pause(time.perf_counter() - started)
+        if config.checkpoint.every and done % config.checkpoint.every == 0 and not is_last:
+            self._save()
+
+    def _plan(self, step: int) -> Plan:
+        """The plan of a step; reports what changed since the step before it."""
+        config = self._config
+        live_NS = self._faults.live(step)
+        before_NS = self._faults.live(step - 1) if step else np.ones_like(live_NS)
+        live_nodes = int(live_NS.any(axis=1).sum())
+        try:
+            if live_nodes < config.faults.min_live_nodes:
+                raise TooFewLiveNodesError(
+                    f"{live_nodes} of {config.mesh.num_nodes} nodes are live at step {step}, "
+                    f"faults.min_live_nodes is {config.faults.min_live_nodes}"
+                )
+            plan = make_plan(
+                live_NS,
+                config.faults.policy,
+                microbatches_per_node=config.train.microbatches_per_node,
+                degraded_cost=self._degraded_cost,
+                slack=config.faults.slack,
+            )
+        except TooFewLiveNodesError as error:
+            self._save_and_wait()
+            raise TooFewLiveNodesError(f"{error}; the state of step {self._done} is saved") from error
+        if (live_NS != before_NS).any():
+            self._report_change(step, before_NS, plan)
+        return plan
+
+    def _report_change(self, step: int, before_NS: np.ndarray, plan: Plan) -> None:
+        by_stage = self._config.faults.granularity == "stage"
+        for kind, changed_NS in (("failure", before_NS & ~plan.live_NS), ("recovery", plan.live_NS & ~before_NS)):
+            for node, stage in np.argwhere(changed_NS):
+                self._log.event(kind, step, node=int(node), **({"stage": int(stage)} if by_stage else {}))
+        self.progress.failures += int((before_NS & ~plan.live_NS).sum())
+        self.progress.recoveries += int((plan.live_NS & ~before_NS).sum())
+        self._log.event(
+            "takeover",
+            step,
+            policy=plan.policy,
+            live_nodes=int(plan.live_NS.any(axis=1).sum()),
+            taken_over=len(plan.taken_over),
+            degraded=len(plan.degraded),
+            dropped=len(plan.dropped),
+            critical_load=plan.critical_load(self._degraded_cost),
+        )
+
+    def _commit(self, dispatched: _Dispatched) -> None:
+        """Read a step's metrics, account for it, and log it if it is due."""
+        metrics, plan, done = jax.device_get(dispatched.metrics), dispatched.plan, dispatched.step + 1
+        assert (metrics.computed_M == (plan.executor_M >= 0)).all(), "a microbatch was lost or computed twice"
+        tokens = int(metrics.tokens_M.sum())
+        degraded_tokens = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1))
+        critical_load = plan.critical_load(self._degraded_cost)
+        skipped_now = int(metrics.skipped) - self.progress.skipped_steps
+
+        progress = self.progress
+        progress.tokens += tokens
+        progress.degraded_tokens += degraded_tokens
+        progress.critical_load_sum += critical_load
+        progress.skipped_steps = int(metrics.skipped)
+        progress.last_loss = float(metrics.loss)
+        if dispatched.step == 0:
+            progress.initial_loss = progress.last_loss
+        self._throughput.committed(tokens)
+        if skipped_now:
+            self._log.event("skipped", done, in_a_row=int(metrics.skipped_in_a_row))
+        if done % self._config.basis.refresh_every == 0 and self._config.degraded.low_rank:
+            self._log.event("basis_refresh", done)
+
+        if done == 1 or done % self._config.train.log_every == 0 or done == self._config.train.steps:
+            row = {
+                "train/loss": metrics.loss,
+                "train/grad_norm": metrics.grad_norm,
+                "train/learning_rate": metrics.learning_rate,
+                "train/skipped_steps": metrics.skipped,
+                "perf/compilations": self._compilations.count,
+                "ft/live_nodes": int(plan.live_NS.any(axis=1).sum()),
+                "ft/degraded_token_fraction": degraded_tokens / max(tokens, 1),
+                "ft/critical_load": critical_load,
+                "ft/failures_total": progress.failures,
+            }
+            self._log.scalars(done, row | self._throughput.read())
+        limit = self._config.train.max_skipped_in_a_row
+        if metrics.skipped_in_a_row >= limit:
+            raise NonFiniteError(
+                f"the loss or a gradient was not finite in {limit} steps in a row (train.max_skipped_in_a_row), the "
+                f"last one step {done}; set a lower --optim.learning_rate"
+            )
+
+    def _flush(self) -> None:
+        """Account for every step dispatched so far."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._commit(pending)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Loss on the held-out text: token-weighted mean in nats, and its exponential; empty without such text."""
+        if not len(self._held_out):
+            return {}
+        total, tokens = self._executor.evaluate(self._held_out)
+        loss = total / tokens
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+    def _save(self) -> None:
+        self._flush()
+        metadata = {"config": self._identity, "progress": dataclasses.asdict(self.progress)}
+        self._checkpoints.save(self._done, self._executor.state, metadata)
+        if self._config.checkpoint.required:
+            self._checkpoints.wait()
+
+    def _save_and_wait(self) -> None:
+        self._save()
+        self._checkpoints.wait()
+
+    def _restored(self, vocab_size: int, mesh: jax.sharding.Mesh) -> TrainState | None:
+        """The newest checkpoint on ``mesh``; None if there is none."""
+        changes: list[str] = []
+
+        def validate(metadata: dict[str, Any]) -> None:
+            rate = lambda saved: float(learning_rate_schedule(_run_config(saved))(jnp.float32(steps[-1])))  # noqa: E731
+            changes.extend(check_identity(metadata["config"], self._identity, learning_rate=rate))
+
+        steps = self._checkpoints.steps()
+        restored = self._checkpoints.restore(abstract_state(self._config, vocab_size, mesh), validate=validate)
+        if restored is None:
+            return None
+        step, state, metadata = restored
+        self.progress = Progress(**metadata["progress"])
+        self._log.event("resumed", step)
+        for change in changes:
+            self._log.event("config_changed", step, change=change)
+        return state
+
+    def _new_throughput(self, vocab_size: int) -> Throughput:
+        model, data, size = self._config.model, self._config.data, self._config.train.microbatch_size
+        flops = exact_flops(
+            dataclasses.replace(model, remat="none"),
+            microbatch_tokens=size * data.seq_len,
+            seq_len=data.seq_len,
+            vocab_size=vocab_size,
+        )
+        return Throughput(
+            flops / (size * data.seq_len), self._config.mesh.num_devices, peak_flops(jax.devices()[0])
+        )
+
+    def _summary(self, final_eval: Mapping[str, float]) -> dict[str, Any]:
+        progress, steps = self.progress, self._done
+        first = self._model_compilations_of_first_step
+        return {
+            "steps": steps,
+            "initial_loss": progress.initial_loss,
+            "final_loss": progress.last_loss,
+            "eval_loss": final_eval.get("eval/loss"),
+            "eval_perplexity": final_eval.get("eval/perplexity"),
+            "failures": progress.failures,
+            "recoveries": progress.recoveries,
+            "tokens": progress.tokens,
+            "degraded_token_fraction": progress.degraded_tokens / max(progress.tokens, 1),
+            "mean_critical_load": progress.critical_load_sum / max(steps, 1),
+            "skipped_steps": progress.skipped_steps,
+            "model_compilations_after_first_step": 0 if first is None else self._executor.model_compilations - first,
+            "wall_time_s": progress.wall_time_s,
+        }
+
+
+def _degraded_cost(config: Config, vocab_size: int) -> float:
+    """Cost of a degraded microbatch in exact ones: as configured, or the ratio of their FLOPs."""
+    if config.faults.degraded_cost is not None:
+        return config.faults.degraded_cost
+    return degraded_cost(
+        config.model,
+        config.degraded,
+        rank=config.basis.rank,
+        microbatch_tokens=config.train.microbatch_size * config.data.seq_len,
+        seq_len=config.data.seq_len,
+        vocab_size=vocab_size,
+    )
+
+
+def _run_config(identity: Mapping[str, Any]) -> Config:
+    """The config in a checkpoint's identity, without what the run added to it."""
+    data = {name: value for name, value in identity["data"].items() if name != "fingerprint"}
+    return from_dict({**identity, "data": data})
+
+
+@contextlib.contextmanager
+def _preemption_requests() -> Iterator[dict[str, bool]]:
+    """Turns SIGTERM into a flag, since a step under way must not be torn."""
+    request = {"requested": False}
+
+    def remember(signum: int, frame: object) -> None:
+        request["requested"] = True
+
+    previous = signal.signal(signal.SIGTERM, remember)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,154 @@
+"""The step's gradients against a naive reference, for every policy, on nodes of one and of four devices."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mecefo_jax.config import BasisConfig, Config, DataConfig, DegradedConfig, FaultsConfig, MeshConfig, ModelConfig, TrainConfig
+from mecefo_jax.executor import Executor
+from mecefo_jax.mesh import make_cluster
+from mecefo_jax.optimizer import bases_of
+from mecefo_jax.state import init_sharded_state
+from mecefo_jax.step import average_gradients
+from mecefo_jax.takeover import make_plan
+from tests import naive
+
+VOCAB, LAYERS, NODES, PER_NODE, SEQ = 64, 3, 8, 2, 16
+ONE_DEVICE = MeshConfig(num_nodes=NODES)
+FOUR_DEVICES = MeshConfig(num_nodes=NODES, fsdp=2, tensor=2, num_submeshes=2)
+DEAD_SETS = {"healthy": (), "one": (3,), "three": (2, 3, 7), "all_but_one": (0, 1, 2, 3, 4, 6, 7)}
+# Sums of 16 microbatches in float32 in another order: each of the two sides is off by a few ulp of the largest terms.
+RELATIVE_ERROR = 1e-5
+
+
+def tiny_config(mesh=ONE_DEVICE, **sections) -> Config:
+    return Config(
+        model=ModelConfig(hidden_size=32, ffn_size=48, num_layers=LAYERS, num_heads=4, num_kv_heads=2),
+        mesh=mesh,
+        data=DataConfig(seq_len=SEQ),
+        train=TrainConfig(microbatch_size=2, microbatches_per_node=PER_NODE, steps=100),
+        **({"basis": BasisConfig(rank=4)} | sections),
+    )
+
+
+def microbatches(step: int = 0) -> np.ndarray:
+    """``[M, B, T+1]``; microbatch 6 (of node 3) is mostly padding."""
+    tokens = np.random.default_rng(step).integers(0, VOCAB, (NODES * PER_NODE, 2, SEQ + 1)).astype(np.int32)
+    tokens[6, 0, 5:] = -1
+    tokens[6, 1] = -1
+    return tokens
+
+
+def source(step: int, microbatch_id: int) -> np.ndarray:
+    return microbatches(step)[microbatch_id]
+
+
+def plan_for(dead, policy, config):
+    live = np.ones((NODES, config.faults.num_stages), bool)
+    for unit in dead:
+        live[unit] = False
+    return make_plan(live, policy, microbatches_per_node=PER_NODE, degraded_cost=0.6, slack=0.1)
+
+
+def make_executor(config: Config) -> Executor:
+    cluster = make_cluster(config.mesh)
+    return Executor(config, cluster, init_sharded_state(config, VOCAB, cluster.submeshes[0]))
+
+
+_EXECUTORS: dict[Config, Executor] = {}
+
+
+def executor_for(config: Config) -> Executor:
+    """One executor a config: these tests read sums and leave the state as it is."""
+    if config not in _EXECUTORS:
+        _EXECUTORS[config] = make_executor(config)
+    return _EXECUTORS[config]
+
+
+def check_against_naive(config: Config, plan) -> None:
+    executor = executor_for(config)
+    bases = bases_of(executor.state.opt_state)
+    per_submesh = executor.step_sums(0, plan, source)
+    expected_loss, expected = naive.step_gradients(
+        executor.state.params,
+        bases,
+        microbatches(),
+        plan.degraded_layers(LAYERS),
+        plan.executor_M >= 0,
+        config.model,
+        skip=config.degraded.skip_attention,
+        low_rank=config.degraded.low_rank,
+    )
+    for sums in per_submesh.values():
+        sums = jax.tree.map(lambda leaf: leaf[0], jax.device_get(sums))
+        np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), expected_loss, rtol=1e-6)
+        np.testing.assert_array_equal(sums.computed_M, plan.executor_M >= 0)
+        actual = naive.to_dict(average_gradients(sums))
+        for (path, grad), reference in zip(
+            jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+        ):
+            error = np.linalg.norm(np.asarray(grad, np.float64) - reference)
+            assert error <= RELATIVE_ERROR * np.linalg.norm(reference), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("mesh", [ONE_DEVICE, FOUR_DEVICES], ids=["one_device", "fsdp2_tensor2"])
+@pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
+@pytest.mark.parametrize("dead", DEAD_SETS)
+def test_gradients_equal_the_naive_reference(mesh, policy, dead):
+    config = tiny_config(mesh)
+    plan = plan_for(DEAD_SETS[dead], policy, config)
+    if policy in ("reroute", "drop") or dead == "healthy":
+        assert not plan.degraded.size
+    check_against_naive(config, plan)
+
+
+@pytest.mark.parametrize("remat", ["none", "ffn", "block"])
+@pytest.mark.parametrize("switches", ["mrl", "ml", "m", "rl", "l", "r", ""])
+def test_each_switch_alone_and_together(switches, remat):
+    degraded = DegradedConfig(skip_attention="m" in switches, remat_ffn="r" in switches, low_rank="l" in switches)
+    config = tiny_config(degraded=degraded)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+    check_against_naive(config, plan_for((3,), "neighbor", config))
+
+
+def test_full_rank_recovers_the_exact_ffn_gradient():
+    config = tiny_config(basis=BasisConfig(rank=48), degraded=DegradedConfig(skip_attention=False))
+    executor = executor_for(config)
+    degraded = executor.step_sums(0, plan_for((3,), "neighbor", config), source)[0].grads
+    exact = executor.step_sums(0, plan_for((3,), "reroute", config), source)[0].grads
+    for left, right in zip(jax.tree.leaves(degraded), jax.tree.leaves(exact), strict=True):
+        left, right = np.asarray(left), np.asarray(right)
+        assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
+@pytest.mark.parametrize("dead", [(), ((3, 1),), ((3, 1), (4, 0), (5, 0), (5, 1))], ids=["none", "one", "four"])
+def test_stages_degrade_layer_by_layer(policy, dead):
+    config = tiny_config(
+        MeshConfig(num_nodes=NODES), faults=FaultsConfig(granularity="stage", num_stages=3, policy=policy)
+    )
+    plan = plan_for(dead, policy, config)
+    degraded_ML = plan.degraded_layers(LAYERS)
+    if policy == "neighbor" and dead:
+        assert degraded_ML.any() and not degraded_ML[degraded_ML.any(axis=1)].all()
+    check_against_naive(config, plan)
+
+
+def test_more_microbatches_than_slots_take_several_calls():
+    config = tiny_config()
+    assert executor_for(config).slots < config.num_microbatches
+    check_against_naive(config, plan_for(DEAD_SETS["all_but_one"], "neighbor", config))
+
+
+def test_the_loss_does_not_depend_on_who_computes():
+    config = tiny_config()
+    executor = executor_for(config)
+    losses = {
+        policy: jax.device_get(executor.step_sums(0, plan_for(dead, policy, config), source))
+        for policy, dead in {"neighbor": (3,), "balanced": (2, 3, 7), "reroute": ()}.items()
+    }
+    healthy = losses["reroute"][0].losses_M
+    for policy, sums in losses.items():
+        np.testing.assert_allclose(sums[min(sums)].losses_M, healthy, rtol=1e-6, err_msg=policy)
