@@ -14,8 +14,8 @@ from mecefo_jax.errors import DataError
 
 Split = Literal["train", "validation"]
 
-HoldOut = Literal["source", "hash", "tail", "none"]
-"""How documents are held out: as the source says; by hash; the tail of each document; not at all."""
+HoldOut = Literal["source", "hash", "tail"]
+"""How documents are held out: as the source says; whole ones by hash; the tail of each."""
 
 _KEPT_EXAMPLES = 5
 
@@ -85,16 +85,14 @@ def choose_hold_out(source: Source, fraction: float, *, skip_invalid: bool) -> H
 
     Args:
       source: the documents.
-      fraction: share of the documents to hold out, in [0, 1).
+      fraction: share of the documents to hold out, in (0, 1).
       skip_invalid: whether invalid records are skipped.
 
     Returns:
-      "source" where the source has splits, "none" for fraction 0, "hash" where that leaves no split empty, else "tail".
+      "source" where the source has splits, "hash" where that leaves no split empty, else "tail".
     """
     if source.has_splits:
         return "source"
-    if fraction == 0:
-        return "none"
     seen = set()
     for document in source.documents(Rejects(skip_invalid)):
         if document.text:
@@ -120,8 +118,6 @@ def split_documents(source: Source, hold_out: HoldOut, fraction: float, rejects:
         if hold_out == "source":
             assert document.split is not None, f"{source.name} yields a document without a split"
             yield document
-        elif hold_out == "none":
-            yield dataclasses.replace(document, split="train")
         elif hold_out == "hash":
             held_out = is_held_out(document.text.encode(), fraction)
             yield dataclasses.replace(document, split="validation" if held_out else "train")
@@ -133,7 +129,8 @@ def _cut_tail(document: Document, fraction: float) -> Iterator[Document]:
     length = len(document.text)
     cut = max(1, min(length - 1, round(length * (1 - fraction))))
     yield dataclasses.replace(document, text=document.text[:cut], split="train")
-    yield dataclasses.replace(document, text=document.text[cut:], split="validation")
+    if cut < length:
+        yield dataclasses.replace(document, text=document.text[cut:], split="validation")
 
 
 def batches(documents: Iterator[Document], num_characters: int) -> Iterator[list[Document]]:

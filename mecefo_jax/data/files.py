@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from mecefo_jax.config import DataConfig
 from mecefo_jax.data.documents import Document, Rejects, Source, Split
-from mecefo_jax.errors import ConfigError, DataError
+from mecefo_jax.errors import DataError
 
 _TEXT_SUFFIXES = (".txt",)
 _LINES_SUFFIXES = (".jsonl", ".json")
@@ -36,11 +36,8 @@ def files_source(config: DataConfig, hash_cache: pathlib.Path) -> Source:
       hash_cache: JSON file in which content hashes are remembered by path, size and times.
 
     Raises:
-      ConfigError: no files are named.
       DataError: a pattern matches nothing, or a file is of an unknown kind or cannot be read.
     """
-    if not config.files:
-        raise ConfigError("data.files is empty but data.source is files; set --data.files PATH_OR_GLOB")
     validation = expand(config.validation_files, "data.validation_files")
     held_out = {path.resolve() for path in validation}
     train = [path for path in expand(config.files, "data.files") if path.resolve() not in held_out]

@@ -5,6 +5,7 @@ Tokens are little-endian uint16, or uint32 for vocabularies that need it; paddin
 less than 1 us); a larger one is read record by record through grain.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -79,7 +80,10 @@ class RecordWriter:
         if self._writer is None:
             # Groups of one record are what grain reads without unpacking neighbours.
             self._writer = ArrayRecordWriter(str(self._path()), "group_size:1,uncompressed")
-        self._writer.write(record.tobytes())
+        try:
+            self._writer.write(record.tobytes())
+        except RuntimeError as error:
+            raise self._unwritable(error) from error
         self._open_records += 1
         if self._open_records == self._records_per_file:
             self._close_file()
@@ -90,9 +94,15 @@ class RecordWriter:
     def _close_file(self) -> None:
         if self._writer is not None:
             path = self._path()
-            self._writer.close()
+            try:
+                self._writer.close()
+            except RuntimeError as error:
+                raise self._unwritable(error) from error
             self._files.append(RecordFile(path.name, path.stat().st_size, self._open_records))
             self._writer, self._open_records = None, 0
+
+    def _unwritable(self, error: RuntimeError) -> DataError:
+        return DataError(f"{self._path()}: cannot be written ({' '.join(str(error).split())})")
 
 
 class Records(Sequence[np.ndarray]):
@@ -186,16 +196,22 @@ class Records(Sequence[np.ndarray]):
         return DataError(f"{path}: damaged ({reason}); delete {self._folder} to prepare the data again")
 
 
+def count_records(path: pathlib.Path) -> int:
+    """Return how many records an ArrayRecord file holds; 0 for one that is cut short."""
+    reader = ArrayRecordReader(str(path))
+    found = reader.num_records()
+    with contextlib.suppress(RuntimeError):  # a damaged file opens as an empty one, and complains when it is closed
+        reader.close()
+    return found
+
+
 def _check_file(path: pathlib.Path, file: RecordFile) -> None:
-    # A file cut short opens without an error, as if it held no records.
     again = f"delete {path.parent} to prepare the data again"
     if not path.is_file():
         raise DataError(f"{path}: missing; {again}")
     size = os.path.getsize(path)
     if size != file.num_bytes:
         raise DataError(f"{path}: {size} bytes, but {file.num_bytes} were written; {again}")
-    reader = ArrayRecordReader(str(path))
-    found = reader.num_records()
-    reader.close()
+    found = count_records(path)
     if found != file.num_records:
         raise DataError(f"{path}: damaged ({found} records found, {file.num_records} were written); {again}")

@@ -17,13 +17,41 @@ from jaxtyping import Int32, Int64
 from mecefo_jax.data.packing import PAD
 from mecefo_jax.errors import DataError
 
+_TABLE_RECORDS = 2**16
+"""Up to this many records a permutation is a table: grain's index_shuffle takes up to milliseconds an index there."""
 _ROUNDS = 4
-"""Rounds of the block cipher that permutes indices; what grain's own shuffle uses."""
+"""Rounds of the block cipher that permutes indices beyond; what grain's own shuffle uses."""
+
+
+def shuffled(index: int, num_records: int, *, seed: int, epoch: int) -> int:
+    """Return the record at a place of an epoch's permutation.
+
+    Args:
+      index: place within the epoch, in [0, num_records).
+      num_records: length of the permutation.
+      seed: seed of the run; neighbouring seeds share no permutations.
+      epoch: epoch of the run, from 0.
+    """
+    if num_records <= _TABLE_RECORDS:
+        return int(_permutation(num_records, seed, epoch)[index])
+    # With a largest index of 4^k grain's permutation (0.2.18) misses one record and repeats another, so the one over
+    # an index more is used, following its cycle where it leads to the index that does not exist.
+    largest = num_records if (num_records - 1).bit_count() == 1 else num_records - 1
+    index = index_shuffle(index, largest, _epoch_seed(seed, epoch), _ROUNDS)
+    while index >= num_records:
+        index = index_shuffle(index, largest, _epoch_seed(seed, epoch), _ROUNDS)
+    return index
+
+
+@functools.lru_cache(maxsize=64)
+def _permutation(num_records: int, seed: int, epoch: int) -> Int64[np.ndarray, " N"]:
+    # Sorted random keys: unlike np.random's own permutations, seed sequences promise never to change.
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(num_records, np.uint64)
+    return np.argsort(keys, kind="stable")
 
 
 @functools.lru_cache(maxsize=16)
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the 32-bit seed of an epoch's permutation; neighbouring seeds share none of theirs."""
+def _epoch_seed(seed: int, epoch: int) -> int:
     return int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
 
 
@@ -53,6 +81,7 @@ class Sampler:
         """
         if not len(sequences):
             raise DataError("no training sequences; there is nothing to sample from")
+        assert len(sequences) <= 2**32, "the index permutation has 32 bits"
         self._sequences = sequences
         self._seed = seed
         self._num_microbatches = num_microbatches
@@ -89,7 +118,7 @@ class Sampler:
                 "set --data.repeat true"
             )
         slots = (divmod(slot, num_records) for slot in range(first, first + self._microbatch_size))
-        ids = [index_shuffle(i, num_records - 1, epoch_seed(self._seed, epoch), _ROUNDS) for epoch, i in slots]
+        ids = [shuffled(i, num_records, seed=self._seed, epoch=epoch) for epoch, i in slots]
         return np.asarray(ids, np.int64)
 
     def microbatch(self, step: int, microbatch_id: int) -> Int32[np.ndarray, "B T+1"]:

@@ -57,6 +57,7 @@ class StdlibText(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self, paths: Sequence[pathlib.Path]) -> Iterator[tuple[int, dict[str, str]]]:
         for index, path in enumerate(paths):
+            # tokenize heeds the encoding that a source file declares.
             with tokenize.open(path) as stream:
                 yield index, {"path": path.relative_to(self._root).as_posix(), "text": stream.read()}
 
@@ -126,6 +127,10 @@ def _build(data_dir: pathlib.Path, root: pathlib.Path, validation_fraction: floa
             root=root, validation_fraction=validation_fraction, data_dir=data_dir, file_format="array_record"
         )
         # It takes about a second: tfds's own messages and progress bars would only get in the way.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+        except (RuntimeError, SyntaxError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{root}: cannot be turned into a dataset in {data_dir} ({reason})") from error
     return builder

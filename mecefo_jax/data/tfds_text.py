@@ -6,17 +6,20 @@ datasets (the environment variable TFDS_DATA_DIR, by default ~/tensorflow_datase
 
 import contextlib
 import functools
+import importlib
 import io
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow_datasets as tfds
-from array_record.python.array_record_module import ArrayRecordReader
 
 from mecefo_jax.config import DataConfig
 from mecefo_jax.data.documents import Document, Rejects, Source, Split
-from mecefo_jax.errors import ConfigError, DataError
+from mecefo_jax.data.records import count_records
+from mecefo_jax.errors import DataError
+
+_COLLECTIONS = ("text", "summarization", "question_answering", "text_simplification", "translate", "structured")
 
 
 def tfds_source(config: DataConfig, *, progress: bool) -> Source:
@@ -29,12 +32,9 @@ def tfds_source(config: DataConfig, *, progress: bool) -> Source:
       progress: whether tfds shows its own progress while it builds the dataset.
 
     Raises:
-      ConfigError: no name is given.
       DataError: the dataset is unknown, cannot be built, or has no text feature or no split "train".
     """
     name = config.tfds_name
-    if not name:
-        raise ConfigError("data.tfds_name is empty but data.source is tfds; set --data.tfds_name, such as c4/en")
     builder = _open_builder(name, progress=progress)
     feature = text_feature(builder.info.features, name)
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
@@ -114,9 +114,7 @@ def check_files(builder: Any, split: str) -> None:
     for path, length in zip(info.filepaths, info.shard_lengths, strict=True):
         if not pathlib.Path(path).is_file():
             raise DataError(f"{path}: missing; delete {builder.data_path} to build the dataset again")
-        reader = ArrayRecordReader(str(path))
-        found = reader.num_records()
-        reader.close()
+        found = count_records(pathlib.Path(path))
         if found != length:
             raise DataError(
                 f"{path}: cut short or damaged ({found} records found, {length} were written); "
@@ -124,11 +122,28 @@ def check_files(builder: Any, split: str) -> None:
             )
 
 
-def _open_builder(name: str, *, progress: bool) -> Any:
-    quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())
+def find_builder(name: str) -> Any:
+    """Return the tfds builder of a name such as ``c4/en``; it neither downloads nor builds anything.
+
+    Raises:
+      DatasetNotFoundError: tfds knows no such dataset.
+    """
     try:
-        builder = tfds.builder(name, file_format="array_record")
-        with quiet:
+        return tfds.builder(name, file_format="array_record")
+    except tfds.core.DatasetNotFoundError:
+        # tfds registers its older datasets, C4 among them, only when their collection is imported.
+        for collection in _COLLECTIONS:
+            importlib.import_module(f"tensorflow_datasets.{collection}")
+        return tfds.builder(name, file_format="array_record")
+
+
+def _open_builder(name: str, *, progress: bool) -> Any:
+    try:
+        builder = find_builder(name)
+        with contextlib.ExitStack() as quiet:
+            if not progress:
+                quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
             builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
     except tfds.core.DatasetNotFoundError as error:
         raise DataError(f"data.tfds_name: tfds knows no dataset {name!r}; see tensorflow.org/datasets") from error

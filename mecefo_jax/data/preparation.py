@@ -148,7 +148,7 @@ def _identity(config: DataConfig, source: docs.Source, fixed: Tokenizer | None) 
         tokenizer = {"kind": "huggingface", "sha256": sha256, "bos_id": fixed.bos_id, "eos_id": fixed.eos_id}
     if tokenizer["kind"] != "bytes":
         tokenizer["tokenizers"] = tokenizers.__version__
-    return {
+    identity = {
         "format": _FORMAT,
         "text": source.identity,
         "validation_fraction": None if source.has_splits else config.validation_fraction,
@@ -156,6 +156,7 @@ def _identity(config: DataConfig, source: docs.Source, fixed: Tokenizer | None) 
         "documents": _DOCUMENT_POLICY,
         "seq_len": config.seq_len,
     }
+    return json.loads(json.dumps(identity))  # as it will be read back
 
 
 def _prepare_folder(
