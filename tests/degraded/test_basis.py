@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,7 +108,9 @@ def test_singular_vectors_come_largest_first():
     np.testing.assert_allclose(np.linalg.norm(np.asarray(v).T @ w, axis=1), np.arange(10, 0, -1.0), rtol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)  # each shape is compiled
+@example(size=7, out=3, rank=5, layers=[2], method="svd")  # more columns than W has left singular vectors
+@example(size=7, out=3, rank=9, layers=[], method="subspace")
 @given(
     size=st.integers(1, 7),
     out=st.integers(1, 7),
@@ -145,7 +147,7 @@ def test_subspace_iteration_leaves_the_exact_subspace_alone():
 
 
 @settings(max_examples=10, deadline=None)
-@given(exponent=st.integers(-120, 120))
+@given(exponent=st.integers(-100, 100))  # beyond, products of entries leave the normal float32 numbers
 def test_the_scale_of_a_matrix_does_not_matter(exponent):
     w = gapped(0, 8, 12, 3)
     v = jnp.linalg.qr(jnp.asarray(random_matrix(1, 8, 3))).Q
@@ -198,12 +200,12 @@ def test_init_finds_the_subspace_of_the_weights_of_ffn_kernels_only(method):
 
 
 def test_two_warm_iterations_follow_a_drifting_matrix():
-    rank = 16
-    w = with_spectrum(0, 96, 256, np.arange(1, 97) ** -0.5)
+    rank = 12
+    w = with_spectrum(0, 64, 160, np.arange(1, 65) ** -0.5)
     tx = low_rank_ffn(rank, 1, ffn_mask=True)
     state, update = tx.init({"w": jnp.asarray(w)}), jax.jit(tx.update)
     for seed in range(1, 7):
-        drift = random_matrix(seed, 96, 8) @ random_matrix(seed + 100, 8, 256)
+        drift = random_matrix(seed, 64, 8) @ random_matrix(seed + 100, 8, 160)
         w = w + 0.1 * np.linalg.norm(w) / np.linalg.norm(drift) * drift
         stale = energy(state.bases["w"], w)
         params = {"w": jnp.asarray(w)}
