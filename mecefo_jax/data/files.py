@@ -117,8 +117,9 @@ def content_hashes(paths: Sequence[pathlib.Path], cache: pathlib.Path) -> list[s
             changed = True
     if changed:
         temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(remembered))
-        temporary.replace(cache)
+        with contextlib.suppress(OSError):  # data prepared in a folder that is read-only now can still be opened
+            temporary.write_text(json.dumps(remembered))
+            temporary.replace(cache)
     return hashes
 
 

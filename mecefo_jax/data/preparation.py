@@ -77,7 +77,7 @@ def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> P
 
     Args:
       config: the data section.
-      progress: whether to show a progress bar (on stderr).
+      progress: whether to show a progress bar (on stderr, where that is a terminal).
       log: called with each line worth logging.
 
     Raises:
@@ -189,10 +189,11 @@ def _prepare_folder(
 @contextlib.contextmanager
 def _progress_bar(enabled: bool, size: int) -> Iterator[Callable[[str], Advance]]:
     """Show progress; yields a function that opens a stage and returns how to report the position reached in it."""
+    console = rich.console.Console(stderr=True)
     bar = rich.progress.Progress(
         *rich.progress.Progress.get_default_columns(),
-        console=rich.console.Console(stderr=True),
-        disable=not enabled,
+        console=console,
+        disable=not (enabled and console.is_terminal),
         transient=True,
     )
 

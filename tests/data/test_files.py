@@ -182,6 +182,8 @@ def test_hashes_follow_the_content(tmp_path: pathlib.Path, monkeypatch: pytest.M
         patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
         assert content_hashes([path], cache) == [second]
     path.write_text("three")
-    assert content_hashes([path], cache) != [second]
+    (third,) = content_hashes([path], cache)
+    assert third != second
     cache.write_text("{ damaged")
-    assert content_hashes([path], cache) != [second]
+    assert content_hashes([path], cache) == [third]
+    assert content_hashes([path], tmp_path / "nowhere" / "hashes") == [third]
