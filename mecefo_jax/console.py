@@ -62,6 +62,14 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
 _UNPRINTED = {"basis_refresh"}
 
 
+class _StayingConsole(Console):
+    """Goes silent when its reader is gone (``| head``), where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class RunConsole:
     """Prints a run; goes silent instead of failing when nobody can read any more.
 
@@ -74,7 +82,7 @@ class RunConsole:
     def __init__(self, console: bool | Console, *, total_steps: int, num_nodes: int | None) -> None:
         self._console: Console | None = None
         if console:
-            self._console = Console(file=sys.stdout) if console is True else console
+            self._console = _StayingConsole(file=sys.stdout) if console is True else console
         self._total_steps = total_steps
         self._num_nodes = num_nodes
         self._num_rows = 0

@@ -110,7 +110,7 @@ def _draw_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     eval_steps, eval_losses = _series(rows, "eval/loss")
     if len(eval_steps):
         axes.plot(eval_steps, eval_losses, color=_RED, lw=1.4, marker="D", ms=5, label="evaluation")
-    axes.legend(loc="upper right", ncols=3)
+    axes.legend(loc="upper right" if many else "best", ncols=3)
     _finish(axes, "loss")
 
 
@@ -153,7 +153,7 @@ def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.fill_between(steps, fraction, step="pre", color=_ORANGE, alpha=0.35, lw=0)
     axes.step(steps, fraction, where="pre", color=_ORANGE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
     axes.set_ylim(-0.03 * top, top)
-    axes.yaxis.set_major_locator(MaxNLocator(3))
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _finish(axes, "degraded\ntokens")
 
