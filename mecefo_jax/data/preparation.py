@@ -27,16 +27,16 @@ from mecefo_jax.data import documents as docs
 from mecefo_jax.data.files import files_source
 from mecefo_jax.data.locking import locked
 from mecefo_jax.data.packing import join_documents
-from mecefo_jax.data.records import RecordFile, Records, RecordWriter
+from mecefo_jax.data.prepared import META_NAME, Log, PreparedData, open_prepared
+from mecefo_jax.data.records import RecordWriter
 from mecefo_jax.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    load_tokenizer,
     read_tokenizer,
     train_bpe,
 )
-from mecefo_jax.errors import ConfigError, DataError
+from mecefo_jax.errors import DataError
 
 _FORMAT = 1
 """Version of what the folder holds; a change of the code that alters it must raise this."""
@@ -46,30 +46,7 @@ _BPE_CHARACTERS = 2**30
 """Leading training text that a bpe tokenizer is trained on."""
 _FIRST_TOKENS = 16
 
-Log = Callable[[str], None]
 Advance = Callable[[int], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparedData:
-    """Text ready for training.
-
-    Attributes:
-      train: records to train on, each int32[seq_len + 1].
-      validation: held-out records; may be empty.
-      vocab_size: entries of the tokenizer's vocabulary.
-      fingerprint: hash of everything that decides the tokens.
-      tokenizer: turns ids into text and back.
-      info: JSON-able facts for logs: paths, documents, tokens and sequences of each split, skipped records, how
-        documents were held out, the first tokens of the first document.
-    """
-
-    train: Records
-    validation: Records
-    vocab_size: int
-    fingerprint: str
-    tokenizer: Tokenizer
-    info: dict[str, Any]
 
 
 def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> PreparedData:
@@ -99,24 +76,7 @@ def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> P
                     _prepare_folder(folder, config, source, fixed, identity, progress, log)
     except OSError as error:
         raise DataError(f"data cannot be prepared in {cache_dir}: {error}; set --data.cache_dir") from error
-    return _open_folder(folder, config, identity, log)
-
-
-def check_vocabulary(prepared: PreparedData, vocab_size: int) -> None:
-    """Refuse a tokenizer with more entries than the model's vocabulary.
-
-    Args:
-      prepared: the data.
-      vocab_size: rows of the model's embedding table.
-
-    Raises:
-      ConfigError: an id of the tokenizer would lie outside the table.
-    """
-    if prepared.vocab_size > vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {vocab_size} but the tokenizer {prepared.tokenizer.name} has {prepared.vocab_size} "
-            f"entries; set --model.vocab_size {prepared.vocab_size} or more"
-        )
+    return open_prepared(folder, identity, skip_invalid=config.skip_invalid, log=log)
 
 
 def _open_source(config: DataConfig, cache_dir: pathlib.Path, progress: bool) -> docs.Source:
@@ -179,7 +139,7 @@ def _prepare_folder(
             tokenizer = fixed or _train_tokenizer(config, source, hold_out, stage("Training the tokenizer"))
             meta = _write_records(temporary, config, source, hold_out, tokenizer, stage("Tokenizing"))
         meta["identity"] = identity
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        (temporary / META_NAME).write_text(json.dumps(meta, indent=1))
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -270,60 +230,3 @@ def _write_records(
             "first_tokens": first.tolist(),
         },
     }
-
-
-def _open_folder(folder: pathlib.Path, config: DataConfig, identity: dict[str, Any], log: Log) -> PreparedData:
-    meta = _read_meta(folder, identity)
-    info = meta["info"] | {"folder": str(folder), "fingerprint": folder.name}
-    if info["skipped"] and not config.skip_invalid:
-        docs.Rejects(skip=False).add(*info["skipped_examples"][0])
-    tokenizer = load_tokenizer(meta["tokenizer"], folder)
-    splits = {
-        split: Records(
-            folder,
-            [RecordFile(**file) for file in files],
-            seq_len=meta["seq_len"],
-            vocab_size=meta["vocab_size"],
-        )
-        for split, files in meta["files"].items()
-    }
-    prepared = PreparedData(
-        train=splits["train"],
-        validation=splits["validation"],
-        vocab_size=meta["vocab_size"],
-        fingerprint=folder.name,
-        tokenizer=tokenizer,
-        info=info | {"tokenizer": tokenizer.name, "vocab_size": meta["vocab_size"]},
-    )
-    _log_facts(prepared, log)
-    return prepared
-
-
-def _read_meta(folder: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any]:
-    path = folder / "meta.json"
-    try:
-        meta = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete {folder} to prepare the data again") from error
-    saved = meta.get("identity") if isinstance(meta, dict) else None
-    if not isinstance(saved, dict) or saved != identity:
-        names = [name for name in identity if not isinstance(saved, dict) or saved.get(name) != identity[name]]
-        raise DataError(
-            f"{path}: prepared with a different {', '.join(names)}; delete {folder} to prepare the data again"
-        )
-    return meta
-
-
-def _log_facts(prepared: PreparedData, log: Log) -> None:
-    info = prepared.info
-    seq_len = prepared.train[0].shape[0] - 1
-    log(
-        f"Data {prepared.fingerprint}: {info['source']}, {len(prepared.train)} + {len(prepared.validation)} (held out) "
-        f"sequences of {seq_len} tokens, tokenizer {prepared.tokenizer.name} of {prepared.vocab_size} entries"
-    )
-    if info["hold_out"] == "tail":
-        log("Too few documents to hold whole ones out: the last part of each is held out instead")
-    if info["skipped"]:
-        log(f"Skipped {info['skipped']} invalid records, such as {': '.join(info['skipped_examples'][0])}")
-    first = info["first_tokens"]
-    log(f"First document begins with tokens {first}: {prepared.tokenizer.decode(first)!r}")

@@ -149,5 +149,8 @@ def _open_builder(name: str, *, progress: bool) -> Any:
         raise DataError(f"data.tfds_name: tfds knows no dataset {name!r}; see tensorflow.org/datasets") from error
     except Exception as error:  # whatever a dataset's own code, its download or its disk may raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"tfds dataset {name} cannot be built: {reason[:300]}") from error
+        raise DataError(
+            f"tfds dataset {name} cannot be built ({reason[:300]}); supply what it needs, or read files of text with "
+            "--data.source files"
+        ) from error
     return builder

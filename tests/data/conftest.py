@@ -16,7 +16,7 @@ def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(f"text {i}: " + "naïve 数 " * (i % 7) + "x" * i, encoding="utf-8")
+        (folder / f"{i:02d}.txt").write_text(f"text {i}: " + "na\u00efve \u6570 " * (i % 7) + "x" * i, encoding="utf-8")
     return folder
 
 

@@ -31,7 +31,7 @@ INVALID = {
     b"[" * 100_000: "not JSON",
     b'{"text": ' + b"9" * 5000 + b"}": "not JSON",
     b'{"text": "\\ud83d"}': 'field "text" holds half a surrogate pair at character 0',
-    '{"text": "ab数'.encode()[:-1]: r"not UTF-8 \(invalid continuation byte at byte 12\)",
+    '{"text": "ab\u6570'.encode()[:-1]: r"not UTF-8 \(invalid continuation byte at byte 12\)",
     b'{"text": "\xff"}': r"not UTF-8 \(invalid start byte at byte 10\)",
 }
 
@@ -60,7 +60,7 @@ def test_json_lines_are_read_back(tmp_path: pathlib.Path, name: str, texts: list
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "A.TXT"])
 def test_a_text_file_is_one_document_unchanged(tmp_path: pathlib.Path, name: str) -> None:
-    text = "one\r\ntwo\n\n数\x00 \u2028 end"
+    text = "one\r\ntwo\n\n\u6570\x00 \u2028 end"
     content = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert texts_of(open_source(tmp_path, name)) == [text]
@@ -86,7 +86,7 @@ def test_invalid_lines_are_skipped_and_counted_if_asked(tmp_path: pathlib.Path) 
     lines = b"".join(
         b"%s\n%s\n" % (bad, json.dumps({"text": g}).encode()) for bad, g in zip(INVALID, good, strict=True)
     )
-    (tmp_path / "a.jsonl").write_bytes(lines + '{"text": "数'.encode()[:-1])
+    (tmp_path / "a.jsonl").write_bytes(lines + '{"text": "\u6570'.encode()[:-1])
     rejects = Rejects(skip=True)
     assert texts_of(open_source(tmp_path, "a.jsonl"), rejects) == good
     assert rejects.count == len(INVALID) + 1
@@ -94,7 +94,7 @@ def test_invalid_lines_are_skipped_and_counted_if_asked(tmp_path: pathlib.Path) 
 
 
 def test_a_text_file_in_another_encoding_is_named(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "a.txt").write_bytes("na\u00efve".encode("latin-1"))
     with pytest.raises(DataError, match=r"a.txt: not UTF-8 \(.* at byte 2\)"):
         texts_of(open_source(tmp_path, "a.txt"))
     rejects = Rejects(skip=True)

@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 
 
@@ -11,6 +13,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_it_prepares_or_says_in_one_line_why_not(tmp_path: pathlib.Path, corpus: pathlib.Path) -> None:
     settings = ["quickstart", "--data.source", "files", "--data.cache_dir", str(tmp_path / "cache")]
     done = run(*settings, "--data.files", f"{corpus}/*.txt")

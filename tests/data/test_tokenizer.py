@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mecefo_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, read_tokenizer, train_bpe
 from mecefo_jax.errors import ConfigError, DataError
 
-TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve 数 text"] * 5
+TEXTS = ["the cat sat on the mat", "the dog sat on the log", "na\u00efve \u6570 text"] * 5
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 
