@@ -1,10 +1,9 @@
 """Runs plans on the cluster: one step, one set of live nodes after another.
 
-Holds each live sub-mesh's copy of the train state. A dead node's copy is gone; one that comes back receives the state of
-a live one. All calls return before the devices are done.
+Holds each live sub-mesh's copy of the train state. A dead node's copy is gone; one that comes back receives the state
+of a live one. All calls but ``evaluate`` return before the devices are done.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from mecefo_jax.config import Config
 from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, stack, views
@@ -56,11 +56,11 @@ class Executor:
         )
         self._add = NodeProgram(lambda a, b: jax.tree.map(jnp.add, a, b), cluster.submeshes, donate=(0,))
         self._update = NodeProgram(
-            lambda state, sums: update(state, _without_leading_axis(sums), config=config), cluster.submeshes, donate=(0,)
+            lambda state, sums: update(state, _without_leading_axis(sums), config=config),
+            cluster.submeshes,
+            donate=(0,),
         )
-        self._evaluate = NodeProgram(
-            lambda state, tokens: evaluate(state.params, tokens, config), cluster.submeshes
-        )
+        self._evaluate = NodeProgram(lambda state, tokens: evaluate(state.params, tokens, config), cluster.submeshes)
         self._reductions: dict[tuple[int, ...], Callable[[Sums], Sums]] = {}
         self._states: dict[int, TrainState] = {}
         for index, mesh in enumerate(cluster.submeshes):
@@ -162,19 +162,15 @@ class Executor:
         for slot, microbatch_id in enumerate(ids):
             tokens_SBT[slot] = microbatch(int(microbatch_id))
         unused = self.slots - used
-        batch = NodeBatch(
-            tokens_SBT=tokens_SBT,
-            ids_S=np.pad(ids, (0, unused)),
-            degraded_SL=np.pad(degraded_ML[ids], ((0, unused), (0, 0))),
-            num_exact=np.int32(len(part.exact)),
-            num_degraded=np.int32(len(part.degraded)),
-        )
         mesh = self._cluster.submeshes[index]
-        whole = NamedSharding(mesh, P())
-        specs = dataclasses.replace(
-            jax.tree.map(lambda _: whole, batch), tokens_SBT=NamedSharding(mesh, P(None, "fsdp"))
+        whole, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp"))
+        return NodeBatch(
+            tokens_SBT=jax.device_put(tokens_SBT, by_row),
+            ids_S=jax.device_put(np.pad(ids, (0, unused)), whole),
+            degraded_SL=jax.device_put(np.pad(degraded_ML[ids], ((0, unused), (0, 0))), whole),
+            num_exact=jax.device_put(np.int32(len(part.exact)), whole),
+            num_degraded=jax.device_put(np.int32(len(part.degraded)), whole),
         )
-        return jax.device_put(batch, specs)
 
 
 def _in_parts(share: Work, slots: int) -> list[Work]:
@@ -189,9 +185,9 @@ def _in_parts(share: Work, slots: int) -> list[Work]:
     return parts
 
 
-def _with_leading_axis(tree):
+def _with_leading_axis(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[None], tree)
 
 
-def _without_leading_axis(tree):
+def _without_leading_axis(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], tree)

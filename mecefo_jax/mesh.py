@@ -9,6 +9,7 @@ between the two worlds as views of the same buffers, without copies.
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,7 +93,7 @@ def live_mesh(cluster: Cluster, submeshes: Sequence[int]) -> Mesh:
 def partition_specs(tree: PyTree) -> PyTree[PartitionSpec]:
     """How each leaf of a tree of parameters, gradients, moments or bases is sharded inside a node."""
 
-    def spec(path, leaf) -> PartitionSpec:
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
         name = jax.tree_util.keystr(path)
         for pattern, trailing in _RULES:
             if re.search(pattern, name) and leaf.ndim >= len(trailing):
@@ -119,7 +120,7 @@ def stack(parts: Sequence[PyTree], mesh: Mesh) -> PyTree:
     """
 
     def stack_leaf(*leaves: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, P("data", *leaves[0].sharding.spec[1:]))
+        sharding = NamedSharding(mesh, P("data", *_spec_of(leaves[0])[1:]))
         buffers = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays((len(leaves), *leaves[0].shape[1:]), sharding, buffers)
 
@@ -133,10 +134,15 @@ def views(tree: PyTree, submeshes: Sequence[Mesh]) -> list[PyTree]:
     for leaf in leaves:
         buffers = {shard.device: shard.data for shard in leaf.addressable_shards}
         for views_of_one, submesh in zip(per_submesh, submeshes, strict=True):
-            sharding = NamedSharding(submesh, leaf.sharding.spec)
+            sharding = NamedSharding(submesh, _spec_of(leaf))
             own = [buffers[device] for device in submesh.devices.flat]
             views_of_one.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, own))
     return [jax.tree.unflatten(structure, views_of_one) for views_of_one in per_submesh]
+
+
+def _spec_of(array: jax.Array) -> PartitionSpec:
+    assert isinstance(array.sharding, NamedSharding), array.sharding
+    return array.sharding.spec
 
 
 def _is_spec(leaf: object) -> bool:

@@ -86,8 +86,6 @@ def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -
     try:
         serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
         unloaded, args_info, no_kwargs = Unpickler(io.BytesIO(serialized)).load()
-        return jax.stages.Compiled(
-            unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs
-        )
+        return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
     except (AttributeError, TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
         return None

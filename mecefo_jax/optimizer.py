@@ -4,6 +4,8 @@ The chain leaves the learning rate to the caller (``step.update``), which reads 
 update does not shift the schedule.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -55,7 +57,11 @@ def first_moment(opt_state: optax.OptState) -> PyTree:
 
 
 def touched_mask(params: PyTree, has_exact_L: Bool[Array, "L"]) -> PyTree[Bool[Array, "..."]]:
-    """Which entries have a gradient in this step: attention and norm1 of the layers with exact contributors; all others.
+    """Which entries have a gradient in this step: in layers without exact contributors, not attention and norm1.
+
+    Args:
+        params: a tree like the parameters.
+        has_exact_L: whether a layer has exact contributors.
 
     Returns:
         Per leaf a boolean array that broadcasts against it.
@@ -91,7 +97,7 @@ def _is_state(node: object) -> bool:
     return isinstance(node, BasisState | optax.ScaleByAdamState)
 
 
-def _only(opt_state: optax.OptState, kind: type):
+def _only(opt_state: optax.OptState, kind: type) -> Any:
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if isinstance(node, kind)]
     assert len(found) == 1, f"expected one {kind.__name__} in the optimizer state, got {len(found)}"
     return found[0]

@@ -28,8 +28,8 @@ class CompilationCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _record(self, event: str, duration: float, **_: object) -> None:
-        del duration
+    def _record(self, event: str, duration_secs: float, **_: object) -> None:
+        del duration_secs
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 

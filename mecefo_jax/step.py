@@ -82,9 +82,7 @@ LayerMasks = Literal["all", "by_layer"]
 """Degraded microbatches are degraded in all layers, known when compiling; or in those that ``degraded_SL`` says."""
 
 
-def node_gradients(
-    params: Model, bases: PyTree, batch: NodeBatch, config: Config, layer_masks: LayerMasks
-) -> Sums:
+def node_gradients(params: Model, bases: PyTree, batch: NodeBatch, config: Config, layer_masks: LayerMasks) -> Sums:
     """Sums over this node's microbatches: a loop over the exact ones, then one over the degraded ones.
 
     Trip counts are data, so every plan runs the same executable, and a loop that runs no microbatch costs nothing.
@@ -99,7 +97,7 @@ def node_gradients(
     dtype = compute_dtype(config.model)
     sums = _zero_sums(params, config)
 
-    def exact(slot, sums: Sums) -> Sums:
+    def exact(slot: Int[Array, ""], sums: Sums) -> Sums:
         (loss, tokens), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, batch.tokens_SBT[slot], dtype)
         return _add(sums, batch.ids_S[slot], loss, tokens, grads, jnp.broadcast_to(tokens, (config.model.num_layers,)))
 
@@ -157,12 +155,9 @@ def make_reduction(stacked: Sums, mesh: Mesh) -> Callable[[Sums], Sums]:
         node as before.
     """
     inside = partition_specs(stacked)
-    per_node, summed = (
-        jax.tree.map(lambda spec: P(axis, *spec[1:]), inside, is_leaf=_is_spec) for axis in ("data", None)
-    )
-    psum = jax.shard_map(
-        lambda parts: jax.lax.psum(parts, "data"), mesh=mesh, in_specs=(per_node,), out_specs=summed
-    )
+    per_node = jax.tree.map(lambda spec: P("data", *spec[1:]), inside, is_leaf=_is_spec)
+    summed = jax.tree.map(lambda spec: P(None, *spec[1:]), inside, is_leaf=_is_spec)
+    psum = jax.shard_map(lambda parts: jax.lax.psum(parts, "data"), mesh=mesh, in_specs=(per_node,), out_specs=summed)
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), summed, is_leaf=_is_spec)
     return jax.jit(psum, out_shardings=out_shardings)
 
@@ -176,7 +171,7 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
     loss = jnp.sum(sums.losses_M) / _at_least_one(total_tokens)
     touched = touched_mask(state.params, sums.exact_tokens_L > 0)
     grads = average_gradients(sums)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     learning_rate = jnp.float32(learning_rate_schedule(config)(state.step.astype(jnp.float32)))
 
     moment = first_moment(state.opt_state)
@@ -221,7 +216,7 @@ def average_gradients(sums: Sums) -> Model:
     return jax.tree.map(average, sums.grads, attention_mask(sums.grads))
 
 
-def evaluate(params: Model, tokens_BT: Int[Array, "B T+1"], config: Config):
+def evaluate(params: Model, tokens_BT: Int[Array, "B T+1"], config: Config) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Summed loss of one microbatch in nats, and its number of tokens."""
     return loss_sum(params, tokens_BT, compute_dtype(config.model))
 
@@ -242,7 +237,14 @@ def _zero_sums(params: Model, config: Config) -> Sums:
     )
 
 
-def _add(sums: Sums, microbatch, loss, tokens, grads, exact_tokens_L) -> Sums:
+def _add(
+    sums: Sums,
+    microbatch: Int[Array, ""],
+    loss: Float[Array, ""],
+    tokens: Int[Array, ""],
+    grads: PyTree,
+    exact_tokens_L: Int[Array, "L"],
+) -> Sums:
     """Add one microbatch; ``grads`` may have None for parameters that it gives no gradient to."""
     return Sums(
         grads=_add_trees(sums.grads, grads),

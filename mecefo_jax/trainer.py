@@ -268,7 +268,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._flush()
-        metadata = {"config": self._identity, "progress": dataclasses.asdict(self.progress)}
+        metadata = {"step": self._done, "config": self._identity, "progress": dataclasses.asdict(self.progress)}
         self._checkpoints.save(self._done, self._executor.state, metadata)
         if self._config.checkpoint.required:
             self._checkpoints.wait()
@@ -282,10 +282,10 @@ class Trainer:
         changes: list[str] = []
 
         def validate(metadata: dict[str, Any]) -> None:
-            rate = lambda saved: float(learning_rate_schedule(_run_config(saved))(jnp.float32(steps[-1])))  # noqa: E731
+            step = jnp.float32(metadata["step"])
+            rate = lambda identity: float(learning_rate_schedule(_run_config(identity))(step))  # noqa: E731
             changes.extend(check_identity(metadata["config"], self._identity, learning_rate=rate))
 
-        steps = self._checkpoints.steps()
         restored = self._checkpoints.restore(abstract_state(self._config, vocab_size, mesh), validate=validate)
         if restored is None:
             return None
@@ -304,9 +304,7 @@ class Trainer:
             seq_len=data.seq_len,
             vocab_size=vocab_size,
         )
-        return Throughput(
-            flops / (size * data.seq_len), self._config.mesh.num_devices, peak_flops(jax.devices()[0])
-        )
+        return Throughput(flops / (size * data.seq_len), self._config.mesh.num_devices, peak_flops(jax.devices()[0]))
 
     def _summary(self, final_eval: Mapping[str, float]) -> dict[str, Any]:
         progress, steps = self.progress, self._done

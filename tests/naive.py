@@ -1,7 +1,7 @@
 """An independent, naive reference: LLaMA as plain functions over one layer at a time, and MeCeFO's averages by hand.
 
-Reads parameters from the model's tree and nothing else of it. Gradients come from ``jax.grad`` on one device; projections
-and averages are float64 NumPy.
+Reads parameters from the model's tree and nothing else of it. Gradients come from ``jax.grad`` on one device;
+projections and averages are float64 NumPy.
 """
 
 import jax
@@ -68,7 +68,12 @@ def loss_sum(weights: dict, tokens, skipped_layers, config: ModelConfig):
     return -jnp.sum(jnp.where(targets >= 0, picked[..., 0], 0.0))
 
 
-def step_gradients(params, bases, microbatches, degraded_ML, computed_M, config: ModelConfig, *, skip=True, low_rank=True):
+_gradient = jax.jit(jax.value_and_grad(loss_sum), static_argnums=(2, 3))
+
+
+def step_gradients(
+    params, bases, microbatches, degraded_ML, computed_M, config: ModelConfig, *, skip=True, low_rank=True
+):
     """Loss and averaged gradients of a step, microbatch by microbatch.
 
     Args:
@@ -79,14 +84,13 @@ def step_gradients(params, bases, microbatches, degraded_ML, computed_M, config:
         skip, low_rank: the switches (recomputing does not change a gradient).
     """
     weights = to_dict(params)
-    gradient = jax.jit(jax.value_and_grad(loss_sum), static_argnums=(2, 3))
     zeros = lambda: jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), weights)  # noqa: E731
     total, attention_like = zeros(), ("attention", "norm1")
     loss, tokens, exact_tokens_L = 0.0, 0, np.zeros(config.num_layers)
     for m in np.flatnonzero(computed_M):
         degraded_L = degraded_ML[m]
         skipped = tuple(bool(d) and skip for d in degraded_L)
-        value, grads = gradient(weights, jnp.asarray(microbatches[m]), skipped, config)
+        value, grads = _gradient(weights, jnp.asarray(microbatches[m]), skipped, config)
         grads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), grads)
         if low_rank:
             for name in FFN:

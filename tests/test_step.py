@@ -1,17 +1,30 @@
 """The step's gradients against a naive reference, for every policy, on nodes of one and of four devices."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mecefo_jax.config import BasisConfig, Config, DataConfig, DegradedConfig, FaultsConfig, MeshConfig, ModelConfig, TrainConfig
+from mecefo_jax.config import (
+    BasisConfig,
+    Config,
+    DataConfig,
+    DegradedConfig,
+    FaultsConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import make_cluster
+from mecefo_jax.model import ffn_kernel_mask, init_model
 from mecefo_jax.optimizer import bases_of
 from mecefo_jax.state import init_sharded_state
-from mecefo_jax.step import average_gradients
+from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
 from mecefo_jax.takeover import make_plan
 from tests import naive
 
@@ -57,6 +70,13 @@ def make_executor(config: Config) -> Executor:
     return Executor(config, cluster, init_sharded_state(config, VOCAB, cluster.submeshes[0]))
 
 
+@functools.cache
+def random_params_and_bases(config: Config):
+    params = init_model(config.model, VOCAB, seed=0)
+    bases = low_rank_ffn(4, 100, ffn_mask=ffn_kernel_mask, method="svd").init(params).bases
+    return params, bases
+
+
 _EXECUTORS: dict[Config, Executor] = {}
 
 
@@ -68,29 +88,35 @@ def executor_for(config: Config) -> Executor:
 
 
 def check_against_naive(config: Config, plan) -> None:
+    """All sub-meshes hold the same sums, and they are those of the naive reference."""
     executor = executor_for(config)
+    first, *others = jax.device_get(list(executor.step_sums(0, plan, source).values()))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
     bases = bases_of(executor.state.opt_state)
-    per_submesh = executor.step_sums(0, plan, source)
+    sums = jax.tree.map(lambda leaf: leaf[0], first)
+    check_sums(config, sums, executor.state.params, bases, plan.degraded_layers(LAYERS), plan.executor_M >= 0)
+
+
+def check_sums(config: Config, sums, params, bases, degraded_ML, computed_M) -> None:
     expected_loss, expected = naive.step_gradients(
-        executor.state.params,
+        params,
         bases,
         microbatches(),
-        plan.degraded_layers(LAYERS),
-        plan.executor_M >= 0,
+        degraded_ML,
+        computed_M,
         config.model,
         skip=config.degraded.skip_attention,
         low_rank=config.degraded.low_rank,
     )
-    for sums in per_submesh.values():
-        sums = jax.tree.map(lambda leaf: leaf[0], jax.device_get(sums))
-        np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), expected_loss, rtol=1e-6)
-        np.testing.assert_array_equal(sums.computed_M, plan.executor_M >= 0)
-        actual = naive.to_dict(average_gradients(sums))
-        for (path, grad), reference in zip(
-            jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-        ):
-            error = np.linalg.norm(np.asarray(grad, np.float64) - reference)
-            assert error <= RELATIVE_ERROR * np.linalg.norm(reference), jax.tree_util.keystr(path)
+    np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), expected_loss, rtol=1e-6)
+    np.testing.assert_array_equal(sums.computed_M, computed_M)
+    actual = naive.to_dict(average_gradients(sums))
+    for (path, grad), reference in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        error = np.linalg.norm(np.asarray(grad, np.float64) - reference)
+        assert error <= RELATIVE_ERROR * np.linalg.norm(reference), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, FOUR_DEVICES], ids=["one_device", "fsdp2_tensor2"])
@@ -104,13 +130,27 @@ def test_gradients_equal_the_naive_reference(mesh, policy, dead):
     check_against_naive(config, plan)
 
 
-@pytest.mark.parametrize("remat", ["none", "ffn", "block"])
-@pytest.mark.parametrize("switches", ["mrl", "ml", "m", "rl", "l", "r", ""])
+@pytest.mark.parametrize(
+    ("switches", "remat"),
+    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "")] + [("mrl", "block"), ("l", "block"), ("m", "ffn")],
+)
 def test_each_switch_alone_and_together(switches, remat):
+    """One exact and one degraded microbatch through ``node_gradients`` alone."""
     degraded = DegradedConfig(skip_attention="m" in switches, remat_ffn="r" in switches, low_rank="l" in switches)
     config = tiny_config(degraded=degraded)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-    check_against_naive(config, plan_for((3,), "neighbor", config))
+    params, bases = random_params_and_bases(config)
+    batch = NodeBatch(
+        tokens_SBT=jnp.asarray(microbatches()[5:7]),
+        ids_S=jnp.array([5, 6]),
+        degraded_SL=jnp.array([[False] * LAYERS, [True] * LAYERS]),
+        num_exact=jnp.int32(1),
+        num_degraded=jnp.int32(1),
+    )
+    sums = jax.device_get(jax.jit(node_gradients, static_argnums=(3, 4))(params, bases, batch, config, "all"))
+    degraded_ML = np.repeat(np.arange(16) == 6, LAYERS).reshape(16, LAYERS)
+    computed_M = np.isin(np.arange(16), [5, 6])
+    check_sums(config, sums, params, bases, degraded_ML, computed_M)
 
 
 def test_full_rank_recovers_the_exact_ffn_gradient():
@@ -126,9 +166,7 @@ def test_full_rank_recovers_the_exact_ffn_gradient():
 @pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
 @pytest.mark.parametrize("dead", [(), ((3, 1),), ((3, 1), (4, 0), (5, 0), (5, 1))], ids=["none", "one", "four"])
 def test_stages_degrade_layer_by_layer(policy, dead):
-    config = tiny_config(
-        MeshConfig(num_nodes=NODES), faults=FaultsConfig(granularity="stage", num_stages=3, policy=policy)
-    )
+    config = tiny_config(faults=FaultsConfig(granularity="stage", num_stages=3))
     plan = plan_for(dead, policy, config)
     degraded_ML = plan.degraded_layers(LAYERS)
     if policy == "neighbor" and dead:

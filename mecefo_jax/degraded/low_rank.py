@@ -1,8 +1,8 @@
 """Technique (l): weight gradients of low rank for the feed-forward network (MeCeFO, arXiv 2510.16415).
 
-Where the paper forms ``V1 ((x V1)^T g)`` for each microbatch, here the gradient is left in the coordinates of the basis,
-``(x V1)^T g``, summed over the microbatches of the step, and multiplied by ``V1`` once: the same number, without an
-``[in, out]`` temporary and its product for each microbatch.
+Where the paper forms ``V1 ((x V1)^T g)`` for each microbatch, here the gradient is left in the coordinates of the
+basis, ``(x V1)^T g``, summed over the microbatches of the step, and multiplied by ``V1`` once: the same number, without
+an ``[in, out]`` temporary and its product for each microbatch.
 
 Legend: B batch, T time, D a linear's input size, F its output size, R rank.
 """

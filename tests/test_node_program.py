@@ -1,0 +1,63 @@
+"""One compilation for all sub-meshes, the same results on each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mecefo_jax import node_program
+from mecefo_jax.config import MeshConfig
+from mecefo_jax.mesh import make_cluster
+from mecefo_jax.node_program import NodeProgram
+
+
+def placed(mesh, x, trips):
+    return jax.device_put(x, NamedSharding(mesh, P("fsdp"))), jax.device_put(trips, NamedSharding(mesh, P()))
+
+
+def powers(x, trips):
+    """A loop with a dynamic trip count and a collective inside."""
+    return jax.lax.fori_loop(0, trips, lambda _, total: total + jnp.sum(total) * jnp.ones_like(total), x)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_compiles_once_and_computes_on_every_submesh(fsdp):
+    cluster = make_cluster(MeshConfig(num_nodes=4, fsdp=fsdp))
+    program = NodeProgram(powers, cluster.submeshes)
+    for index, mesh in enumerate(cluster.submeshes):
+        for trips in (0, 1, 3):
+            x = np.arange(4, dtype=np.float32) + index
+            result = program(index, *placed(mesh, x, np.int32(trips)))
+            np.testing.assert_allclose(result, powers(jnp.asarray(x), trips))
+            assert result.devices() == set(mesh.devices.flat)
+    assert program.compilations == 1
+
+
+def test_moved_programs_still_donate():
+    cluster = make_cluster(MeshConfig(num_nodes=2))
+    program = NodeProgram(lambda x: x + 1, cluster.submeshes, donate=(0,))
+    for index, mesh in enumerate(cluster.submeshes):
+        x = jax.device_put(np.zeros(1000, np.float32), NamedSharding(mesh, P()))
+        np.testing.assert_array_equal(program(index, x), np.ones(1000))
+        assert x.is_deleted()
+
+
+def test_compiles_for_each_submesh_where_executables_cannot_be_moved(monkeypatch):
+    monkeypatch.setattr(node_program, "move_executable", lambda *_: None)
+    cluster = make_cluster(MeshConfig(num_nodes=3))
+    program = NodeProgram(powers, cluster.submeshes)
+    for index, mesh in enumerate(cluster.submeshes):
+        np.testing.assert_allclose(program(index, *placed(mesh, np.ones(2, np.float32), np.int32(2))), 9.0)
+    assert program.compilations == 3
+
+
+def test_another_shape_is_refused_instead_of_compiled():
+    cluster = make_cluster(MeshConfig(num_nodes=1))
+    program = NodeProgram(lambda x: x * 2, cluster.submeshes)
+    sharding = NamedSharding(cluster.submeshes[0], P())
+    program(0, jax.device_put(np.ones(2, np.float32), sharding))
+    with pytest.raises(TypeError):
+        program(0, jax.device_put(np.ones(3, np.float32), sharding))
+    assert program.compilations == 1
