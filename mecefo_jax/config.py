@@ -91,7 +91,7 @@ class DataConfig:
     source: Literal["builtin", "files", "tfds"] = "builtin"
     """builtin: the Python standard library's source; files: local files; tfds: a TensorFlow Datasets name."""
     files: tuple[str, ...] = ()
-    """Paths or globs of *.txt, *.jsonl (a "text" field a line), each optionally .gz; for source=files."""
+    """Paths or globs of *.txt, *.jsonl or *.json (a "text" field a line), each optionally .gz; for source=files."""
     validation_files: tuple[str, ...] = ()
     """Files held out for evaluation; empty: a part of the documents is held out (validation_fraction)."""
     tfds_name: str = ""
@@ -103,7 +103,7 @@ class DataConfig:
     seq_len: int = 256
     """Tokens that a sequence predicts; a record holds one more."""
     validation_fraction: float = 0.05
-    """Fraction of documents held out for evaluation where the source has no validation split."""
+    """Fraction held out for evaluation where the source has no validation split: of documents, or of the tail of one."""
     skip_invalid: bool = False
     """Whether to skip and count invalid records instead of stopping at the first one."""
     repeat: bool = False
@@ -114,7 +114,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range or the chosen source is not named."""
         check_types(self, "data.")
-        check_range("data.bpe_vocab_size", self.bpe_vocab_size, at_least=257)
+        check_range("data.bpe_vocab_size", self.bpe_vocab_size, at_least=258)
         check_range("data.seq_len", self.seq_len, at_least=1)
         check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         check_named(self, "data", "source", {"files": "files", "tfds": "tfds_name"})
@@ -276,7 +276,7 @@ class FaultsConfig:
     back_after_steps: float = 15.0
     """Steps until a failed unit is back; for scenario=steps."""
     frequency: float = 1.0
-    """Divides both times of a scenario: more failures at the same share of time down."""
+    """Divides the times of a scenario or trace: more failures at the same share of time down; 1 for other scenarios."""
     timing: Literal["random", "regular"] = "random"
     """Gaps between failures: exponentially distributed with the scenario's mean, or constant."""
     persistent_nodes: tuple[int, ...] = ()

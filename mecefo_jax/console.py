@@ -38,6 +38,16 @@ def _recovery(step: int, fields: Mapping[str, Any]) -> str:
     return f"{names} {'are' if names.startswith('nodes') else 'is'} back"
 
 
+def _takeover(step: int, fields: Mapping[str, Any]) -> str:
+    parts = [
+        f"{fields[name]} {text}"
+        for name, text in (("taken_over", "taken over"), ("degraded", "degraded"), ("dropped", "dropped"))
+        if fields[name]
+    ]
+    what = f"microbatches: {', '.join(parts)}" if parts else "every node computes its own microbatches"
+    return f"{fields['policy']} on {fields['live_nodes']} nodes, load {fields['critical_load']:.2f}; {what}"
+
+
 def _saved(step: int, fields: Mapping[str, Any]) -> str:
     return f"saved checkpoint {step} ({_bytes(fields['bytes'])} in {fields['seconds']:.1f} s)"
 
@@ -57,9 +67,14 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
         lambda step, fields: f"warning: an old checkpoint was not deleted: {fields['reason']}",
     ),
     "resumed": ("cyan", lambda step, fields: f"resumed from checkpoint {step}"),
+    "already_finished": ("cyan", lambda step, fields: "this run is finished; evaluating and reporting once more"),
+    "config_changed": ("yellow", lambda step, fields: f"warning: changed since the checkpoint: {fields['change']}"),
+    "takeover": ("", _takeover),
+    "skipped": ("yellow", lambda step, fields: f"not finite: update skipped ({fields['in_a_row']} in a row)"),
 }
 """Style and line of the kinds of events that are more than their name and fields."""
 _UNPRINTED = {"basis_refresh"}
+"""Regular events that are in the files alone."""
 
 
 class _StayingConsole(Console):

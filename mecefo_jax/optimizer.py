@@ -46,9 +46,9 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     )
 
 
-def bases_of(opt_state: optax.OptState) -> PyTree:
-    """The bases in force: ``[L, in, r]`` in the feed-forward kernels' places, None elsewhere."""
-    return _only(opt_state, BasisState).bases
+def basis_state(opt_state: optax.OptState) -> BasisState:
+    """The bases in force, ``[L, in, r]`` in the feed-forward kernels' places and None elsewhere, and their counters."""
+    return _only(opt_state, BasisState)
 
 
 def first_moment(opt_state: optax.OptState) -> PyTree:

@@ -23,7 +23,7 @@ from mecefo_jax.degraded.low_rank import expand, zero_coordinates
 from mecefo_jax.mesh import partition_specs
 from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
 from mecefo_jax.optimizer import (
-    bases_of,
+    basis_state,
     first_moment,
     hold_moments,
     learning_rate_schedule,
@@ -71,6 +71,10 @@ class StepMetrics:
     computed_M: Int[Array, "M"]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
+    bases_refreshed: Int[Array, ""]
+    """Refreshes of the bases so far."""
+    bases_kept: Int[Array, ""]
+    """Bases that a refresh left as they were, since the new ones were not finite, so far."""
 
 
 for _cls in (NodeBatch, Sums, StepMetrics):
@@ -89,7 +93,7 @@ def node_gradients(params: Model, bases: PyTree, batch: NodeBatch, config: Confi
 
     Args:
         params: parameters.
-        bases: ``[L, in, R]`` in the feed-forward kernels' places (``optimizer.bases_of``).
+        bases: ``[L, in, R]`` in the feed-forward kernels' places (``BasisState.bases``).
         batch: the microbatches.
         config: static.
         layer_masks: static; whether degraded microbatches may be exact in some layers.
@@ -202,6 +206,8 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
         computed_M=sums.computed_M,
         skipped=skipped,
         skipped_in_a_row=in_a_row,
+        bases_refreshed=basis_state(opt_state).refreshes,
+        bases_kept=basis_state(opt_state).kept,
     )
 
 
@@ -223,7 +229,7 @@ def evaluate(params: Model, tokens_BT: Int[Array, "B T+1"], config: Config) -> t
 
 def state_for_gradients(state: TrainState) -> tuple[Model, PyTree]:
     """What ``node_gradients`` reads of the state: parameters and bases."""
-    return state.params, bases_of(state.opt_state)
+    return state.params, basis_state(state.opt_state).bases
 
 
 def _zero_sums(params: Model, config: Config) -> Sums:

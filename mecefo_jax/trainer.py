@@ -42,6 +42,8 @@ class Progress:
     failures: int = 0
     recoveries: int = 0
     skipped_steps: int = 0
+    basis_refreshes: int = 0
+    bases_kept: int = 0
     initial_loss: float = math.nan
     last_loss: float = math.nan
     wall_time_s: float = 0.0
@@ -216,21 +218,15 @@ class Trainer:
         tokens = int(metrics.tokens_M.sum())
         degraded_tokens = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1))
         critical_load = plan.critical_load(self._degraded_cost)
-        skipped_now = int(metrics.skipped) - self.progress.skipped_steps
-
         progress = self.progress
         progress.tokens += tokens
         progress.degraded_tokens += degraded_tokens
         progress.critical_load_sum += critical_load
-        progress.skipped_steps = int(metrics.skipped)
         progress.last_loss = float(metrics.loss)
         if dispatched.step == 0:
             progress.initial_loss = progress.last_loss
         self._throughput.committed(tokens)
-        if skipped_now:
-            self._log.event("skipped", done, in_a_row=int(metrics.skipped_in_a_row))
-        if done % self._config.basis.refresh_every == 0 and self._config.degraded.low_rank:
-            self._log.event("basis_refresh", done)
+        self._report_counters(done, metrics)
 
         if done == 1 or done % self._config.train.log_every == 0 or done == self._config.train.steps:
             row = {
@@ -251,6 +247,16 @@ class Trainer:
                 f"the loss or a gradient was not finite in {limit} steps in a row (train.max_skipped_in_a_row), the "
                 f"last one step {done}; set a lower --optim.learning_rate"
             )
+
+    def _report_counters(self, done: int, metrics: StepMetrics) -> None:
+        """Events for the counters that an update advanced."""
+        progress = self.progress
+        if metrics.skipped > progress.skipped_steps:
+            self._log.event("skipped", done, in_a_row=int(metrics.skipped_in_a_row))
+        if metrics.bases_refreshed > progress.basis_refreshes:
+            self._log.event("basis_refresh", done, not_finite=int(metrics.bases_kept) - progress.bases_kept)
+        progress.skipped_steps = int(metrics.skipped)
+        progress.basis_refreshes, progress.bases_kept = int(metrics.bases_refreshed), int(metrics.bases_kept)
 
     def _flush(self) -> None:
         """Account for every step dispatched so far."""
@@ -321,6 +327,8 @@ class Trainer:
             "degraded_token_fraction": progress.degraded_tokens / max(progress.tokens, 1),
             "mean_critical_load": progress.critical_load_sum / max(steps, 1),
             "skipped_steps": progress.skipped_steps,
+            "basis_refreshes": progress.basis_refreshes,
+            "bases_kept_not_finite": progress.bases_kept,
             "model_compilations_after_first_step": 0 if first is None else self._executor.model_compilations - first,
             "wall_time_s": progress.wall_time_s,
         }
