@@ -103,7 +103,7 @@ class DataConfig:
     seq_len: int = 256
     """Tokens that a sequence predicts; a record holds one more."""
     validation_fraction: float = 0.05
-    """Fraction held out for evaluation where the source has no validation split: of documents, or of the tail of one."""
+    """Fraction of documents (or of the tail of a single one) held out where the source has no validation split."""
     skip_invalid: bool = False
     """Whether to skip and count invalid records instead of stopping at the first one."""
     repeat: bool = False
@@ -405,6 +405,18 @@ class Config:
             self.faults.num_stages,
             lambda stages: layers % stages == 0,
             f"a divisor of model.num_layers ({layers})",
+        )
+
+    @property
+    def compiled_part(self) -> "Config":
+        """This config without what compiled programs do not depend on: runs that differ in that alone share them."""
+        return dataclasses.replace(
+            self,
+            name="compiled",
+            data=DataConfig(seq_len=self.data.seq_len),
+            faults=FaultsConfig(granularity=self.faults.granularity, num_stages=self.faults.num_stages),
+            checkpoint=CheckpointConfig(),
+            eval=EvalConfig(),
         )
 
     @property

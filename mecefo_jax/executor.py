@@ -5,14 +5,14 @@ of a live one. All calls but ``evaluate`` return before the devices are done.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from mecefo_jax.config import Config
 from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, stack, views
@@ -35,8 +35,51 @@ MicrobatchSource = Callable[[int, int], np.ndarray]
 """``(step, microbatch id) -> int32[B, T+1]``."""
 
 
+class Programs:
+    """What is compiled for a cluster: node programs once, and a reduction for each set of live sub-meshes."""
+
+    def __init__(self, config: Config, cluster: Cluster):
+        """Compile nothing yet."""
+        masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
+
+        def sums(state: TrainState, batch: NodeBatch) -> Sums:
+            return _with_leading_axis(node_gradients(*state_for_gradients(state), batch, config, masks))
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, StepMetrics]:
+            return update(state, _without_leading_axis(sums), config)
+
+        def loss(state: TrainState, tokens_BT: Int[Array, "B T+1"]) -> tuple[Array, Array]:
+            return evaluate(state.params, tokens_BT, config)
+
+        def add(left: Sums, right: Sums) -> Sums:
+            return jax.tree.map(jnp.add, left, right)
+
+        self._cluster = cluster
+        self.gradients = NodeProgram(sums, cluster.submeshes)
+        self.add = NodeProgram(add, cluster.submeshes, donate=(0,))
+        self.update = NodeProgram(apply, cluster.submeshes, donate=(0,))
+        self.evaluate = NodeProgram(loss, cluster.submeshes)
+        self._reductions: dict[tuple[int, ...], Callable[[Sums], Sums]] = {}
+
+    def reduce(self, own: Mapping[int, Sums]) -> dict[int, Sums]:
+        """The total of the live sub-meshes' sums, as each of them holds it."""
+        live = tuple(own)
+        mesh = live_mesh(self._cluster, live)
+        stacked = stack(list(own.values()), mesh)
+        if live not in self._reductions:
+            self._reductions[live] = make_reduction(stacked, mesh)
+        reduced = self._reductions[live](stacked)
+        return dict(zip(live, views(reduced, [self._cluster.submeshes[index] for index in live]), strict=True))
+
+
+@functools.lru_cache(maxsize=8)
+def programs_for(config: Config, cluster: Cluster) -> Programs:
+    """The programs of a config's ``compiled_part``, shared by all runs of this process that it is equal for."""
+    return Programs(config, cluster)
+
+
 class Executor:
-    """The cluster's programs and states."""
+    """The cluster's states, and the running of plans on them."""
 
     def __init__(self, config: Config, cluster: Cluster, state: TrainState):
         """Start with every node live.
@@ -47,29 +90,15 @@ class Executor:
             state: on any one sub-mesh (or on the default device).
         """
         self._config, self._cluster = config, cluster
-        masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
-        self._gradients = NodeProgram(
-            lambda state, batch: _with_leading_axis(
-                node_gradients(*state_for_gradients(state), batch, config=config, layer_masks=masks)
-            ),
-            cluster.submeshes,
-        )
-        self._add = NodeProgram(lambda a, b: jax.tree.map(jnp.add, a, b), cluster.submeshes, donate=(0,))
-        self._update = NodeProgram(
-            lambda state, sums: update(state, _without_leading_axis(sums), config=config),
-            cluster.submeshes,
-            donate=(0,),
-        )
-        self._evaluate = NodeProgram(lambda state, tokens: evaluate(state.params, tokens, config), cluster.submeshes)
-        self._reductions: dict[tuple[int, ...], Callable[[Sums], Sums]] = {}
-        self._states: dict[int, TrainState] = {}
-        for index, mesh in enumerate(cluster.submeshes):
-            self._states[index] = jax.device_put(state, shardings(mesh, state))
+        self._programs = programs_for(config.compiled_part, cluster)
+        self._states = {
+            index: jax.device_put(state, shardings(mesh, state)) for index, mesh in enumerate(cluster.submeshes)
+        }
 
     @property
     def model_compilations(self) -> int:
         """Executables compiled of the model's forward and backward pass and the update."""
-        return self._gradients.compilations + self._update.compilations
+        return self._programs.gradients.compilations + self._programs.update.compilations
 
     @property
     def state(self) -> TrainState:
@@ -86,9 +115,11 @@ class Executor:
         return min(2 * share, self._config.num_microbatches)
 
     def set_live(self, submeshes: Sequence[int]) -> None:
-        """Drop the states of sub-meshes without a live node; give those that are back a live one's state."""
-        source = next((index for index in submeshes if index in self._states), None)
-        assert source is not None, "no sub-mesh that held the state is left"
+        """Drop the states of sub-meshes without a live node; give those that are back a live one's state.
+
+        Nodes fail within a step. So where all that held the state fail while others come back, these have it from them.
+        """
+        source = next((index for index in submeshes if index in self._states), min(self._states))
         self._states = {
             index: self._states[index]
             if index in self._states
@@ -108,7 +139,7 @@ class Executor:
             What the update reports, on a device.
         """
         for index, sums in self.step_sums(step, plan, microbatch).items():
-            self._states[index], metrics = self._update(index, self._states[index], sums)
+            self._states[index], metrics = self._programs.update(index, self._states[index], sums)
         return metrics
 
     def step_sums(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> dict[int, Sums]:
@@ -117,15 +148,12 @@ class Executor:
         if set(work) != set(self._states):
             self.set_live(list(work))
         degraded_ML = plan.degraded_layers(self._config.model.num_layers)
-        own = [
-            self._node_sums(index, share, degraded_ML, functools.partial(microbatch, step))
-            for index, share in work.items()
-        ]
-        mesh = live_mesh(self._cluster, list(work))
-        stacked = stack(own, mesh)
-        reduction = self._reductions.setdefault(tuple(work), make_reduction(stacked, mesh))
-        reduced = views(reduction(stacked), [self._cluster.submeshes[index] for index in work])
-        return dict(zip(work, reduced, strict=True))
+        return self._programs.reduce(
+            {
+                index: self._node_sums(index, share, degraded_ML, functools.partial(microbatch, step))
+                for index, share in work.items()
+            }
+        )
 
     def evaluate(self, microbatches: Sequence[np.ndarray]) -> tuple[float, int]:
         """Summed loss in nats and number of tokens, over the live sub-meshes; waits for the result.
@@ -137,7 +165,7 @@ class Executor:
         for number, tokens in enumerate(microbatches):
             index = live[number % len(live)]
             placed = jax.device_put(tokens, NamedSharding(self._cluster.submeshes[index], P("fsdp")))
-            results.append(self._evaluate(index, self._states[index], placed))
+            results.append(self._programs.evaluate(index, self._states[index], placed))
         fetched = jax.device_get(results)
         return float(sum(float(loss) for loss, _ in fetched)), int(sum(int(tokens) for _, tokens in fetched))
 
@@ -148,8 +176,8 @@ class Executor:
         total = None
         for part in _in_parts(share, self.slots):
             batch = self._place(index, part, degraded_ML, microbatch)
-            sums = self._gradients(index, self._states[index], batch)
-            total = sums if total is None else self._add(index, total, sums)
+            sums = self._programs.gradients(index, self._states[index], batch)
+            total = sums if total is None else self._programs.add(index, total, sums)
         assert total is not None
         return total
 

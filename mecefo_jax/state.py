@@ -1,6 +1,8 @@
 """The train state: everything that a run is, between two steps."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -56,5 +58,10 @@ def abstract_state(config: Config, vocab_size: int, mesh: Mesh) -> PyTree[jax.Sh
 
 def init_sharded_state(config: Config, vocab_size: int, mesh: Mesh) -> TrainState:
     """``init_state`` made in place on a sub-mesh: no device ever holds a whole copy of a sharded leaf."""
+    return _initializer(config.compiled_part, vocab_size, mesh)()
+
+
+@functools.lru_cache(maxsize=8)
+def _initializer(config: Config, vocab_size: int, mesh: Mesh) -> Callable[[], TrainState]:
     out = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, vocab_size, mesh))
-    return jax.jit(lambda: init_state(config, vocab_size), out_shardings=out)()
+    return jax.jit(lambda: init_state(config, vocab_size), out_shardings=out)

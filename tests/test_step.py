@@ -22,7 +22,7 @@ from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import ffn_kernel_mask, init_model
-from mecefo_jax.optimizer import bases_of
+from mecefo_jax.optimizer import basis_state
 from mecefo_jax.state import init_sharded_state
 from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
 from mecefo_jax.takeover import make_plan
@@ -93,7 +93,7 @@ def check_against_naive(config: Config, plan) -> None:
     first, *others = jax.device_get(list(executor.step_sums(0, plan, source).values()))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
-    bases = bases_of(executor.state.opt_state)
+    bases = basis_state(executor.state.opt_state).bases
     sums = jax.tree.map(lambda leaf: leaf[0], first)
     check_sums(config, sums, executor.state.params, bases, plan.degraded_layers(LAYERS), plan.executor_M >= 0)
 

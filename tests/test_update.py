@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from mecefo_jax.config import BasisConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from mecefo_jax.optimizer import bases_of, first_moment, learning_rate_schedule
+from mecefo_jax.optimizer import basis_state, first_moment, learning_rate_schedule
 from mecefo_jax.state import init_state
 from mecefo_jax.step import Sums, average_gradients, update
 from tests import naive
@@ -136,14 +136,14 @@ def test_bases_are_refreshed_each_tau_updates_from_their_source(source):
     for step in range(1, 7):
         before = state
         state, _ = apply(state, sums_like(state.params, seed=step), config)
-        old, new = (jax.tree.leaves(bases_of(s.opt_state)) for s in (before, state))
+        old, new = (jax.tree.leaves(basis_state(s.opt_state).bases) for s in (before, state))
         changed = [bool((a != b).any()) for a, b in zip(old, new, strict=True)]
         assert changed == [step % 3 == 0] * 3
         if step == 6:
             tree = before.params if source == "weight" else first_moment(before.opt_state)
             matrix = np.asarray(tree.blocks.feed_forward.down.kernel[...][1], np.float64)
             u = np.linalg.svd(matrix)[0][:, :4]
-            v = np.asarray(bases_of(state.opt_state).blocks.feed_forward.down.kernel[...][1], np.float64)
+            v = np.asarray(basis_state(state.opt_state).bases.blocks.feed_forward.down.kernel[...][1], np.float64)
             np.testing.assert_allclose(v @ v.T, u @ u.T, atol=1e-4)
 
 
