@@ -1,4 +1,4 @@
-"""Checkpoints: durable, verified snapshots of the train state, one directory a step (DESIGN.md, Checkpoints).
+"""Checkpoints: durable, verified snapshots of the train state, one directory a step.
 
 The only file that knows Orbax. A step is written to ``<step>.saving`` and gets its final name ``<step>`` by a
 rename once every array is on disk together with ``manifest.json``, which holds the caller's metadata, the names,

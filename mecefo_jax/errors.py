@@ -42,8 +42,3 @@ class PreemptedError(RunError):
 
     exit_code = 75
 
-
-class StalledError(RunError):
-    """No progress within the allowed time."""
-
-    exit_code = 124

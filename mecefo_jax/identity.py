@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what must not have changed, and what did (DESIGN.md, Checkpoints)."""
+"""Whether a run may go on from a checkpoint: what must not have changed, and what did."""
 
 import json
 from collections.abc import Callable, Mapping

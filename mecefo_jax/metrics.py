@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl``, ``events.jsonl``, TensorBoard, console and ``summary.json`` (DESIGN.md, 8).
+"""The record of a run: ``metrics.jsonl``, ``events.jsonl``, TensorBoard, console and ``summary.json``.
 
 A row's ``step`` is the number of optimizer updates done when it was logged, the same number that names checkpoints:
 a run resumed from checkpoint 100 has seen the row of step 100 and writes the next one for a later step. The files are
@@ -83,7 +83,7 @@ class RunLog:
 
         Args:
           step: updates done.
-          values: metric names (DESIGN.md, Metric names) to numbers; 0-d arrays are fetched.
+          values: metric names (docs/operations.md) to numbers; 0-d arrays are fetched.
         """
         assert not {"step", "attempt", "nonfinite"} & values.keys()
         plain = {name: _plain(value) for name, value in values.items()}

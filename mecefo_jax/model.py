@@ -1,7 +1,8 @@
 """LLaMA: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and the token-weighted loss.
 
 Modules are Flax NNX modules used as immutable pytrees: parameters are float32, ``__call__`` mutates nothing, and plain
-JAX transforms apply. The blocks of all layers are one ``Block`` whose leaves carry a leading layer axis, and are scanned.
+JAX transforms apply. The blocks of all layers are one ``Block`` whose leaves carry a leading layer axis, and are
+scanned. The arithmetic is in ``layers.py``.
 
 How a block is applied is an argument of the model, so that the degraded backward pass (``degraded/``) replaces the
 block and leaves everything else alone.
@@ -10,8 +11,6 @@ Legend: B batch, T time, D hidden size, F feed-forward size, L layers, N query h
 V vocabulary.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,41 +22,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from mecefo_jax.config import ModelConfig
+from mecefo_jax.layers import Rotary, causal_attention, linear, rms_norm, rotary, rotate, swiglu
 
 PAD = -1
 """Token id of padding: read as id 0 where it is an input, ignored where it is a target."""
 
 _INIT_SCALE = 0.02  # standard deviation of all matrices, as in GPT-2 and LLaMA reimplementations
-
-
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Cosines and sines of the rotary angles, each ``[T, H/2]``, shared by all layers."""
-
-    cos_TH: Float[Array, "T half"]
-    sin_TH: Float[Array, "T half"]
-
-
-jax.tree_util.register_dataclass(Rotary, data_fields=["cos_TH", "sin_TH"], meta_fields=[])
-
-
-def rotary(num_positions: int, head_size: int, base: float) -> Rotary:
-    """Angles ``t * base^(-2i/H)`` of positions ``t`` and frequencies ``i`` (RoFormer, arXiv 2104.09864)."""
-    frequencies_H = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    angles_TH = jnp.outer(jnp.arange(num_positions, dtype=jnp.float32), frequencies_H)
-    return Rotary(jnp.cos(angles_TH), jnp.sin(angles_TH))
-
-
-def rotate(x_BTNH: Float[Array, "B T N H"], positions: Rotary) -> Float[Array, "B T N H"]:
-    """Rotate the pairs ``(x[i], x[i + H/2])``: the layout of Hugging Face's LLaMA weights."""
-    cos, sin = (a[:, None, :].astype(x_BTNH.dtype)[None] for a in (positions.cos_TH, positions.sin_TH))
-    first, second = jnp.split(x_BTNH, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def linear(x: Float[Array, "... D"], w_DF: Float[Array, "D F"]) -> Float[Array, "... F"]:
-    """``x W`` in the dtype of ``x``."""
-    return x @ w_DF.astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -71,16 +41,14 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """``x / rms(x) * scale``, computed in float32 (arXiv 1910.07467)."""
+    """``rms_norm`` with a learned scale (arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x_f32 = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
-        return (x_f32 * inverse_rms * self.scale[...][None, None]).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -98,18 +66,12 @@ class Attention(nnx.Module):
         B, T, _ = x_BTD.shape
         heads = lambda y: y.reshape(B, T, -1, self.head_size)  # noqa: E731
         q_BTNH, k_BTKH, v_BTKH = heads(self.query(x_BTD)), heads(self.key(x_BTD)), heads(self.value(x_BTD))
-        y_BTNH = jax.nn.dot_product_attention(
-            rotate(q_BTNH, positions),
-            rotate(k_BTKH, positions),
-            v_BTKH,
-            is_causal=True,
-            implementation=_attention_implementation(x_BTD.dtype),
-        )
+        y_BTNH = causal_attention(rotate(q_BTNH, positions), rotate(k_BTKH, positions), v_BTKH)
         return self.out(y_BTNH.reshape(B, T, -1))
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
+    """``down(swiglu(gate(x), up(x)))`` (arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.gate = Linear(config.hidden_size, config.ffn_size, rngs=rngs)
@@ -117,7 +79,7 @@ class FeedForward(nnx.Module):
         self.down = Linear(config.ffn_size, config.hidden_size, scale=_residual_scale(config), rngs=rngs)
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD)))
 
 
 class Block(nnx.Module):
@@ -154,7 +116,7 @@ def exact_block(
 
 
 ApplyBlock = Callable[[Block, Float[Array, "B T D"], Rotary, Any], Float[Array, "B T D"]]
-"""``(block, x, positions, per_layer) -> y``; ``per_layer`` is this layer's slice of the model's argument of that name."""
+"""``(block, x, positions, per_layer) -> y``; ``per_layer`` is this layer's slice of the model's argument."""
 
 
 class Model(nnx.Module):
@@ -197,7 +159,7 @@ class Model(nnx.Module):
         x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.blocks, per_layer))
         x_BTD = self.final_norm(x_BTD)
         head_DV = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(x_BTD, head_DV.astype(compute_dtype), preferred_element_type=jnp.float32)
+        return linear(x_BTD, head_DV, jnp.dtype(jnp.float32))
 
 
 def cross_entropy_sum(
@@ -260,9 +222,3 @@ def _mask(params: PyTree, predicate: Callable[[str], bool]) -> PyTree[Bool]:
 def _residual_scale(config: ModelConfig) -> float:
     """Keeps the variance of the residual stream from growing with depth (GPT-2)."""
     return _INIT_SCALE / math.sqrt(2 * config.num_layers)
-
-
-@functools.cache
-def _attention_implementation(dtype: jnp.dtype) -> str:
-    """cuDNN's fused kernel exists for 16-bit floats on GPUs alone."""
-    return "cudnn" if jax.default_backend() == "gpu" and dtype.itemsize == 2 else "xla"

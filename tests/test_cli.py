@@ -195,7 +195,6 @@ def test_run_saves_its_config_first_and_returns_0(fake_trainer, tmp_path):
         errors.TooFewLiveNodesError,
         errors.NonFiniteError,
         errors.PreemptedError,
-        errors.StalledError,
     ],
 )
 def test_every_way_to_end_has_its_exit_code_and_one_line(error, fake_trainer, tmp_path, capsys):
