@@ -30,7 +30,7 @@ try:
     import torch
     import transformers
 except ImportError as missing:
-    sys.exit(f"error: this comparison needs {missing.name}, which is not installed; run: pip install torch transformers")
+    sys.exit(f"error: this comparison needs {missing.name}, not installed; run: pip install torch transformers")
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
@@ -80,7 +80,7 @@ def sizes() -> dict[str, Size]:
 def main(argv: Sequence[str]) -> int:
     """Compare each size, print a table, and write the numbers as JSON if asked to."""
     known = sizes()
-    parser = argparse.ArgumentParser(description="Tokens per second next to Hugging Face's LLaMA under PyTorch, on CPU.")
+    parser = argparse.ArgumentParser(description="Tokens per second next to PyTorch, on CPU.")
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(known)}; all if none is given")
     parser.add_argument("--rounds", type=int, default=15, help="times that each part is run (default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write the numbers")
