@@ -8,66 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mecefo_jax.config import (
-    BasisConfig,
-    Config,
-    DataConfig,
-    DegradedConfig,
-    FaultsConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from mecefo_jax.config import BasisConfig, Config, DegradedConfig, FaultsConfig
 from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.executor import Executor
-from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import ffn_kernel_mask, init_model
 from mecefo_jax.optimizer import basis_state
-from mecefo_jax.state import init_sharded_state
 from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
-from mecefo_jax.takeover import make_plan
 from tests import naive
+from tests.tiny import (
+    FOUR_DEVICES,
+    LAYERS,
+    ONE_DEVICE,
+    VOCAB,
+    assert_trees_equal,
+    make_executor,
+    microbatches,
+    plan_for,
+    source,
+    tiny_config,
+)
 
-VOCAB, LAYERS, NODES, PER_NODE, SEQ = 64, 3, 8, 2, 16
-ONE_DEVICE = MeshConfig(num_nodes=NODES)
-FOUR_DEVICES = MeshConfig(num_nodes=NODES, fsdp=2, tensor=2, num_submeshes=2)
 DEAD_SETS = {"healthy": (), "one": (3,), "three": (2, 3, 7), "all_but_one": (0, 1, 2, 3, 4, 6, 7)}
 # Sums of 16 microbatches in float32 in another order: each of the two sides is off by a few ulp of the largest terms.
 RELATIVE_ERROR = 1e-5
-
-
-def tiny_config(mesh=ONE_DEVICE, **sections) -> Config:
-    return Config(
-        model=ModelConfig(hidden_size=32, ffn_size=48, num_layers=LAYERS, num_heads=4, num_kv_heads=2),
-        mesh=mesh,
-        data=DataConfig(seq_len=SEQ),
-        train=TrainConfig(microbatch_size=2, microbatches_per_node=PER_NODE, steps=100),
-        **({"basis": BasisConfig(rank=4)} | sections),
-    )
-
-
-def microbatches(step: int = 0) -> np.ndarray:
-    """``[M, B, T+1]``; microbatch 6 (of node 3) is mostly padding."""
-    tokens = np.random.default_rng(step).integers(0, VOCAB, (NODES * PER_NODE, 2, SEQ + 1)).astype(np.int32)
-    tokens[6, 0, 5:] = -1
-    tokens[6, 1] = -1
-    return tokens
-
-
-def source(step: int, microbatch_id: int) -> np.ndarray:
-    return microbatches(step)[microbatch_id]
-
-
-def plan_for(dead, policy, config):
-    live = np.ones((NODES, config.faults.num_stages), bool)
-    for unit in dead:
-        live[unit] = False
-    return make_plan(live, policy, microbatches_per_node=PER_NODE, degraded_cost=0.6, slack=0.1)
-
-
-def make_executor(config: Config) -> Executor:
-    cluster = make_cluster(config.mesh)
-    return Executor(config, cluster, init_sharded_state(config, VOCAB, cluster.submeshes[0]))
 
 
 @functools.cache
@@ -92,7 +55,7 @@ def check_against_naive(config: Config, plan) -> None:
     executor = executor_for(config)
     first, *others = jax.device_get(list(executor.step_sums(0, plan, source).values()))
     for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+        assert_trees_equal(first, other)
     bases = basis_state(executor.state.opt_state).bases
     sums = jax.tree.map(lambda leaf: leaf[0], first)
     check_sums(config, sums, executor.state.params, bases, plan.degraded_layers(LAYERS), plan.executor_M >= 0)
