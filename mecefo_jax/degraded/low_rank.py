@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from mecefo_jax.model import Block, FeedForward, linear
+from mecefo_jax.layers import linear, swiglu
+from mecefo_jax.model import Block, FeedForward
 
 
 @jax.custom_vjp
@@ -44,7 +45,8 @@ def _forward(x_BTD, w_DF, v_DR, c_RF):
 def _backward(residuals, g_BTF):
     xv_BTR, w_DF = residuals
     x_grad_BTD = g_BTF @ w_DF.astype(g_BTF.dtype).T
-    c_grad_RF = jnp.einsum("btr,btf->rf", xv_BTR, g_BTF, preferred_element_type=jnp.float32)
+    tokens = ((0, 1), (0, 1))
+    c_grad_RF = jax.lax.dot_general(xv_BTR, g_BTF, (tokens, ((), ())), preferred_element_type=jnp.float32)
     return x_grad_BTD, None, None, c_grad_RF
 
 
@@ -62,7 +64,7 @@ def low_rank_feed_forward_branch(
         return low_rank_linear(x, w, v, c)
 
     x_BTD = block.norm2(m_BTD)
-    return product("down", jax.nn.silu(product("gate", x_BTD)) * product("up", x_BTD))
+    return product("down", swiglu(product("gate", x_BTD), product("up", x_BTD)))
 
 
 def zero_coordinates(params: PyTree, bases: PyTree) -> PyTree:
