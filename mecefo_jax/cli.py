@@ -238,6 +238,10 @@ def _prepare_devices(config: Config) -> None:
     """Lets the CPU show as many devices as the mesh needs, unless the environment says how many."""
     import jax
 
+    # Nodes that share two cores reach a reduction far apart; XLA's CPU backend ends the process after 40 s by default.
+    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
+    patience += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=3600"
+    os.environ["XLA_FLAGS"] = f"{patience} {os.environ.get('XLA_FLAGS', '')}"
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_num_cpu_devices < 0 and not chosen:  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)

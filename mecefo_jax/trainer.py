@@ -7,7 +7,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from mecefo_jax.checkpoint import Checkpointer
 from mecefo_jax.config import Config, check_vocab_size
 from mecefo_jax.config_file import from_dict, to_dict
 from mecefo_jax.data import PreparedData, Sampler, check_vocabulary, evaluation_microbatches, prepare
-from mecefo_jax.errors import NonFiniteError, PreemptedError, TooFewLiveNodesError
+from mecefo_jax.errors import ConfigError, NonFiniteError, PreemptedError, TooFewLiveNodesError
 from mecefo_jax.executor import Executor
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.identity import check_identity
+from mecefo_jax.locking import locked
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.optimizer import learning_rate_schedule
@@ -69,15 +70,19 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
         The summary, as written to ``summary.json``.
 
     Raises:
-        RunError: with its exit code: data, checkpoints, too few live nodes, non-finite steps, preemption.
+        RunError: with its exit code: another process in the same directory, data, checkpoints, too few live nodes,
+            non-finite steps, preemption.
     """
     prepared = prepare(config.data)
     vocab_size = config.model.vocab_size or prepared.vocab_size
     check_vocabulary(prepared, vocab_size)
     check_vocab_size(vocab_size, config.mesh)
-    with RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log:
-        with _preemption_requests() as preempted:
-            return Trainer(config, workdir, prepared, vocab_size, log).run(preempted)
+    with (
+        locked(workdir / "run", on_wait=lambda: _refuse_to_share(workdir)),
+        RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
+        _preemption_requests() as preempted,
+    ):
+        return Trainer(config, workdir, prepared, vocab_size, log).run(preempted)
 
 
 class Trainer:
@@ -332,6 +337,10 @@ class Trainer:
             "model_compilations_after_first_step": 0 if first is None else self._executor.model_compilations - first,
             "wall_time_s": progress.wall_time_s,
         }
+
+
+def _refuse_to_share(workdir: pathlib.Path) -> NoReturn:
+    raise ConfigError(f"another process is training in {workdir}; stop it, or set another --workdir")
 
 
 def _degraded_cost(config: Config, vocab_size: int) -> float:

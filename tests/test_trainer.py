@@ -32,6 +32,7 @@ from mecefo_jax.errors import (
     PreemptedError,
     TooFewLiveNodesError,
 )
+from mecefo_jax.locking import locked
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import read_events, read_rows
 from mecefo_jax.state import abstract_state
@@ -249,6 +250,11 @@ def test_a_damaged_newest_checkpoint_falls_back_and_none_left_stops(config, tmp_
     with pytest.raises(CheckpointError):
         trainer.run(config, tmp_path)
     assert set(before) <= set(tmp_path.rglob("*"))
+
+
+def test_a_second_process_in_the_same_directory_is_refused(config, tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(ConfigError, match="another process.*--workdir"):
+        trainer.run(config, tmp_path)
 
 
 def test_a_corpus_shorter_than_the_run_is_refused_or_repeated(config, tmp_path):

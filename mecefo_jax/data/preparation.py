@@ -25,7 +25,6 @@ import tokenizers
 from mecefo_jax.config import DataConfig
 from mecefo_jax.data import documents as docs
 from mecefo_jax.data.files import files_source
-from mecefo_jax.data.locking import locked
 from mecefo_jax.data.packing import join_documents
 from mecefo_jax.data.prepared import META_NAME, Log, PreparedData, open_prepared
 from mecefo_jax.data.records import RecordWriter
@@ -37,6 +36,7 @@ from mecefo_jax.data.tokenizer import (
     train_bpe,
 )
 from mecefo_jax.errors import DataError
+from mecefo_jax.locking import locked
 
 _FORMAT = 1
 """Version of what the folder holds; a change of the code that alters it must raise this."""

@@ -19,9 +19,9 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from mecefo_jax.data.documents import Source, is_held_out
-from mecefo_jax.data.locking import locked
 from mecefo_jax.data.tfds_text import documents_of
 from mecefo_jax.errors import DataError
+from mecefo_jax.locking import locked
 
 _EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
