@@ -1,7 +1,8 @@
-"""Measures what fault tolerance costs: ``python scripts/bench.py NAME [--analyze] [--json FILE] [--section.field VALUE ...]``.
+"""Measures what fault tolerance costs: ``python scripts/bench.py NAME [--analyze] [--json FILE]``.
 
-Prints a table, and with ``--json`` writes the same numbers (docs/benchmarks.md explains them). ``--analyze`` compiles
-from shapes alone, for sizes that this machine could not run, and gives operations and memory only.
+Settings of the config follow as for ``train.py``. Prints a table, and with ``--json`` writes the same numbers
+(docs/benchmarks.md explains them). ``--analyze`` compiles from shapes alone, for sizes that this machine could not run,
+and gives operations and memory only.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mecefo_jax.bench.compiled import REMATS, TECHNIQUES, microbatch_flops, microbatch_temp_memory, with_variant
+from mecefo_jax.bench.compiled import REMATS, TECHNIQUES, Remat, microbatch_flops, microbatch_temp_memory, with_variant
 from mecefo_jax.bench.timing import compile_seconds, degraded_time, healthy_step_times, refresh_times
 from mecefo_jax.cli import parse, scan
 from mecefo_jax.config import Config, DegradedConfig, check_devices, check_vocab_size
@@ -106,20 +107,20 @@ def measure(config: Config, vocab_size: int, seconds: float) -> dict[str, Any]:
         ``run``, the keys of docs/benchmarks.md, and ``step_s`` (median seconds of a step); JSON-able.
     """
     _show_devices(config)
-    results = analyze(config, vocab_size) | {"run": _facts(config)}
     steps = healthy_step_times(config, vocab_size, seconds)
-    results["healthy_overhead"] = float(np.median(steps["ours"] / steps["plain"]))
-    results["step_s"] = {name: float(np.median(times)) for name, times in steps.items()}
-
-    own_cost = _time_degraded(config, vocab_size, seconds, results["degraded_cost"])
-    results["critical_load"] = critical_loads(config, own_cost)
-
     refreshes = refresh_times(config, vocab_size, seconds)
-    results["refresh_cost"] = {
-        method: float(np.median(refreshes[method] / refreshes["step"])) for method in ("svd", "subspace")
+    compiled = analyze(config, vocab_size)
+    own_cost = _time_degraded(config, vocab_size, seconds, compiled["degraded_cost"])
+    return {
+        "run": _facts(config),
+        "healthy_overhead": float(np.median(steps["ours"] / steps["plain"])),
+        "step_s": {name: float(np.median(times)) for name, times in steps.items()},
+        "degraded_cost": compiled["degraded_cost"],
+        "refresh_cost": {name: float(np.median(refreshes[name] / refreshes["step"])) for name in ("svd", "subspace")},
+        "critical_load": critical_loads(config, own_cost),
+        "temp_memory": compiled["temp_memory"],
+        "compile_s": compile_seconds(config, vocab_size),
     }
-    results["compile_s"] = compile_seconds(config, vocab_size)
-    return results
 
 
 def critical_loads(config: Config, degraded_cost: float) -> dict[str, dict[str, float]]:
@@ -190,7 +191,7 @@ def _time_degraded(config: Config, vocab_size: int, seconds: float, costs: dict[
     mesh = make_cluster(config.mesh).submeshes[0]
     state = init_sharded_state(config, vocab_size, mesh)
 
-    def cost(switches: DegradedConfig, remat: str) -> float:
+    def cost(switches: DegradedConfig, remat: Remat) -> float:
         return degraded_time(with_variant(config, switches, remat), state, mesh, vocab_size, seconds)
 
     for name, switches in TECHNIQUES.items():
@@ -221,7 +222,7 @@ def _facts(config: Config) -> dict[str, Any]:
 def _show_devices(config: Config) -> None:
     """Let the CPU show as many devices as the mesh needs, unless the environment says how many."""
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if jax.config.jax_num_cpu_devices < 0 and not chosen:
+    if jax.config.jax_num_cpu_devices < 0 and not chosen:  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
     check_devices(config.mesh, jax.device_count())
 

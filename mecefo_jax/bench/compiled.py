@@ -9,7 +9,7 @@ Legend: S slots, L layers, B microbatch size, T sequence length.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from mecefo_jax.model import compute_dtype, loss_sum
 from mecefo_jax.state import TrainState, abstract_state
 from mecefo_jax.step import NodeBatch, node_gradients, state_for_gradients
 
+Remat = Literal["none", "ffn", "block"]
+
 TECHNIQUES: dict[str, DegradedConfig] = {
     "mrl": DegradedConfig(skip_attention=True, remat_ffn=True, low_rank=True),
     "ml": DegradedConfig(skip_attention=True, remat_ffn=False, low_rank=True),
@@ -31,11 +33,11 @@ TECHNIQUES: dict[str, DegradedConfig] = {
 }
 """The paper's ablation, by its letters: skipped attention, recomputed and low-rank feed-forward."""
 
-REMATS = ("none", "block")
+REMATS: tuple[Remat, ...] = ("none", "block")
 """Remat policies under which degraded microbatches are compared with exact ones."""
 
 
-def with_variant(config: Config, switches: DegradedConfig, remat: str) -> Config:
+def with_variant(config: Config, switches: DegradedConfig, remat: Remat) -> Config:
     """The config with other techniques and another remat policy."""
     return dataclasses.replace(config, degraded=switches, model=dataclasses.replace(config.model, remat=remat))
 

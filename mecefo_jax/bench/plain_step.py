@@ -3,7 +3,7 @@
 It trains the same model on the same devices, with the same microbatches, loss and optimizer as ``step.py``, and shares
 none of its code: gradients by ``jax.value_and_grad``, the update by ``optax.adamw``, one program over all devices.
 
-Legend: S microbatches of a sub-mesh, B their size over all sub-meshes, T sequence length.
+Legend: S microbatches of a sub-mesh, N sub-meshes, B microbatch size, T sequence length.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from mecefo_jax.config import Config
 from mecefo_jax.errors import ConfigError
 from mecefo_jax.executor import MicrobatchSource
-from mecefo_jax.mesh import Cluster, live_mesh, shardings
+from mecefo_jax.mesh import Cluster, live_mesh, partition_specs, shardings
 from mecefo_jax.model import Model, compute_dtype, loss_sum
 from mecefo_jax.optimizer import first_moment, learning_rate_schedule, make_optimizer
 from mecefo_jax.state import TrainState
+
+Carry = tuple[Model, optax.OptState]
 
 
 def adamw(config: Config) -> optax.GradientTransformation:
@@ -75,7 +77,7 @@ class PlainTrainer:
         carry = jax.tree.map(jnp.copy, (state.params, jax.jit(transformation.init)(state.params)))
         carry_shardings = shardings(mesh, carry)
         self._carry = jax.device_put(carry, carry_shardings)
-        self._tokens_sharding = NamedSharding(mesh, P(None, ("data", "fsdp")))
+        self._mesh = mesh
         self._microbatches_per_submesh = config.num_microbatches // num_submeshes
         self._step = jax.jit(
             _step_function(config, transformation, mesh),
@@ -90,43 +92,42 @@ class PlainTrainer:
 
     def train_step(self, step: int, microbatch: MicrobatchSource) -> Float[Array, ""]:
         """Dispatch one step on microbatches read and placed from the host; returns the mean loss without waiting."""
-        count = self._microbatches_per_submesh
-        slots = range(count)
-        submeshes = range(self._tokens_sharding.mesh.shape["data"])
-        tokens_SBT = np.stack(
-            [np.concatenate([microbatch(step, submesh * count + slot) for submesh in submeshes]) for slot in slots]
+        slots, submeshes = range(self._microbatches_per_submesh), range(self._mesh.shape["data"])
+        tokens_SNBT = np.array(
+            [[microbatch(step, submesh * len(slots) + slot) for submesh in submeshes] for slot in slots]
         )
-        self._carry, loss = self._step(self._carry, jax.device_put(tokens_SBT, self._tokens_sharding))
+        placed = jax.device_put(tokens_SNBT, NamedSharding(self._mesh, P(None, "data", "fsdp")))
+        with jax.set_mesh(self._mesh):
+            self._carry, loss = self._step(self._carry, placed)
         return loss
 
 
 def _step_function(config: Config, optimizer: optax.GradientTransformationExtraArgs, mesh: Mesh) -> Callable[..., Any]:
     """``((params, optimizer state), tokens) -> ((params, optimizer state), mean loss)``."""
     dtype = compute_dtype(config.model)
+    gradient = jax.value_and_grad(loss_sum, has_aux=True)
+    # A gradient for each sub-mesh, summed at the end: if the loss were one sum over all of them, the partitioner would
+    # reduce the gradient of every microbatch.
+    gradients = jax.vmap(lambda params, tokens_BT: gradient(params, tokens_BT, dtype), (None, 0), spmd_axis_name="data")
 
-    def sums(params: Model, tokens_SBT: Int[Array, "S B T+1"]) -> PyTree:
-        """Summed loss, tokens and gradients of one sub-mesh's microbatches, then over all."""
+    def sums(params: Model, tokens_SNBT: Int[Array, "S N B T+1"]) -> PyTree:
+        """Summed loss and tokens, and the gradients' sums."""
 
-        def accumulate(total, tokens_BT):
-            (loss, tokens), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens_BT, dtype)
-            return jax.tree.map(jnp.add, total, (loss, tokens, grads)), None
+        def zeros(leaf: Array, spec: P) -> Array:
+            sharding = NamedSharding(mesh, P("data", *spec))
+            return jnp.zeros((mesh.shape["data"], *leaf.shape), leaf.dtype, device=sharding)
 
-        zero = (jnp.float32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
-        return jax.lax.psum(jax.lax.scan(accumulate, zero, tokens_SBT)[0], "data")
+        def accumulate(total: PyTree, tokens_NBT: Int[Array, "N B T+1"]) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, gradients(params, tokens_NBT)), None
 
-    # One sum after the scan: left to itself, the partitioner would reduce the gradients of every microbatch.
-    all_sums = jax.shard_map(
-        sums,
-        mesh=mesh,
-        in_specs=(P(), P(None, "data")),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,  # else gradients of what is equal on all nodes are summed over them at once
-    )
+        start = ((jnp.float32(0), jnp.int32(0)), params)
+        start = jax.tree.map(zeros, start, partition_specs(start))
+        total, _ = jax.lax.scan(accumulate, start, tokens_SNBT)
+        return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), total)
 
-    def step(carry: tuple[Model, optax.OptState], tokens_SBT: Int[Array, "S B T+1"]):
+    def step(carry: Carry, tokens_SNBT: Int[Array, "S N B T+1"]) -> tuple[Carry, Float[Array, ""]]:
         params, opt_state = carry
-        loss, tokens, grads = all_sums(params, tokens_SBT)
+        (loss, tokens), grads = sums(params, tokens_SNBT)
         count = jnp.maximum(tokens, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda grad: grad / count, grads)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer step counts

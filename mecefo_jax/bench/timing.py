@@ -20,7 +20,7 @@ from mecefo_jax.config import Config
 from mecefo_jax.degraded.basis import Method, low_rank_ffn
 from mecefo_jax.executor import Executor, MicrobatchSource
 from mecefo_jax.mesh import Cluster, live_mesh, make_cluster, shardings
-from mecefo_jax.model import Model, ffn_kernel_mask
+from mecefo_jax.model import ffn_kernel_mask
 from mecefo_jax.optimizer import basis_state
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
 from mecefo_jax.step import NodeBatch, make_reduction, node_gradients, state_for_gradients, update
