@@ -39,7 +39,7 @@ from mecefo_jax.config import ModelConfig  # noqa: E402
 from mecefo_jax.model import Model, init_model, loss_sum  # noqa: E402
 
 _LARGEST_LOSS_DIFFERENCE = 1e-5  # relative; both compute in float32
-_LEARNING_RATE, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.01
+LEARNING_RATE, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.01
 
 Part = Callable[[], object]
 """Runs one part of a step and waits for it."""
@@ -112,7 +112,7 @@ def compare(size: Size, num_rounds: int) -> dict[str, dict[str, float]]:
     params = init_model(size.model, size.vocab_size, seed=0)
     tokens_BT1 = np.random.default_rng(0).integers(size.vocab_size, size=(size.batch_size, size.seq_len + 1))
     theirs = hugging_face_model(params, size.model, size.vocab_size)
-    _check_losses(params, theirs, tokens_BT1)
+    check_losses(params, theirs, tokens_BT1)
     ours_parts, their_parts = jax_parts(params, tokens_BT1), torch_parts(theirs, tokens_BT1)
     return {part: _compare_part(ours_parts[part], their_parts[part], size, num_rounds) for part in ours_parts}
 
@@ -170,7 +170,7 @@ def hugging_face_weights(params: Model) -> dict[str, np.ndarray]:
 
 def jax_parts(params: Model, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, Part]:
     """Our step and its parts: one jitted program on one device, which donates the state."""
-    optimizer = optax.adamw(_LEARNING_RATE, *_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY)
+    optimizer = optax.adamw(LEARNING_RATE, *_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY)
     tokens = jnp.asarray(tokens_BT1, jnp.int32)
 
     def step(params: Model, opt_state: PyTree, tokens: jax.Array) -> tuple[Model, PyTree, jax.Array]:
@@ -197,9 +197,9 @@ def jax_parts(params: Model, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, 
 def torch_parts(model: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, Part]:
     """PyTorch's step and its parts."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+        model.parameters(), lr=LEARNING_RATE, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
     )
-    tokens = torch.tensor(tokens_BT1)
+    tokens = torch.tensor(tokens_BT1, dtype=torch.int64)
 
     def forward() -> object:
         with torch.no_grad():
@@ -228,12 +228,11 @@ def torch_mean_loss(model: transformers.LlamaForCausalLM, tokens_BT1: torch.Tens
     return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT1[:, 1:].flatten())
 
 
-def _check_losses(
-    params: Model, theirs: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray, "B T+1"]
-) -> None:
+def check_losses(params: Model, theirs: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray, "B T+1"]) -> None:
+    """Raise ArithmeticError unless both compute the same loss to float32 rounding."""
     ours_loss = float(jax.jit(mean_loss)(params, jnp.asarray(tokens_BT1, jnp.int32)))
     with torch.no_grad():
-        their_loss = float(torch_mean_loss(theirs, torch.tensor(tokens_BT1)))
+        their_loss = float(torch_mean_loss(theirs, torch.tensor(tokens_BT1, dtype=torch.int64)))
     if not abs(ours_loss - their_loss) <= _LARGEST_LOSS_DIFFERENCE * abs(their_loss):
         raise ArithmeticError(f"the losses differ, so their times mean nothing: ours {ours_loss}, theirs {their_loss}")
 
