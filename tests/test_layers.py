@@ -101,7 +101,7 @@ def test_attention_reads_no_later_key_or_value():
 
 
 def test_attention_of_bfloat16_takes_its_softmax_in_float32():
-    """Scores near 100, where bfloat16 has steps of 0.5: rounded to it, they would make weights wrong by a fifth."""
+    """Scores near 100, where bfloat16 has steps of 0.5: rounded to it, they would make outputs wrong by a tenth."""
     q = jnp.full((1, 8, 1, 1), 100.0, BF16)
     k = (1.0 + jnp.arange(8) / 128).astype(BF16).reshape(1, 8, 1, 1)
     v = normal(2, 1, 8, 1, 1, dtype=BF16)

@@ -27,6 +27,13 @@ SHAPES = {
 }
 
 
+@pytest.fixture
+def optax_promotion():
+    """Optax raises floats to integer step counts."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(params=SHAPES)
 def pair(request):
     """Our parameters, their model with the same weights, and tokens; weights larger than at initialization."""
@@ -57,7 +64,8 @@ def test_losses_and_gradients_of_every_weight_agree(pair):
         assert np.abs(ours[name] - grad).max() < TOLERANCE * np.abs(grad).max(), name
 
 
-def test_a_step_changes_the_weights_alike(pair):
+@pytest.mark.slow
+def test_a_step_changes_the_weights_alike(pair, optax_promotion):
     """AdamW's first step moves an entry by the learning rate times the sign of its gradient: only clear ones count."""
     params, theirs, tokens = pair
     compare_torch.torch_parts(theirs, tokens)["step"]()
@@ -79,7 +87,8 @@ def test_different_losses_are_refused(pair):
         compare_torch.check_losses(params, theirs, tokens)
 
 
-def test_the_numbers_are_written_and_fit_each_other(monkeypatch, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_numbers_are_written_and_fit_each_other(monkeypatch, tmp_path, capsys, optax_promotion):
     size = compare_torch.Size(model=SHAPES["gqa"], vocab_size=VOCAB, batch_size=2, seq_len=8)
     monkeypatch.setattr(compare_torch, "sizes", lambda: {"small": size})
     path = tmp_path / "numbers.json"
