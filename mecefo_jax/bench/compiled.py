@@ -1,13 +1,15 @@
 """What XLA makes of one microbatch's gradient: floating-point operations and temporary memory, without running it.
 
 The program is ``step.node_gradients`` itself, specialized to one microbatch, compiled from shapes alone: the 7B model
-needs no memory here. XLA counts the body of a loop once, however often it runs, so operations are counted at one layer
-and multiplied by the layers; temporary memory is that of the whole depth.
+needs no memory here. Operations of a layer are those of a model of two layers, in which the loops over layers are still
+loops: without them XLA would merge what is recomputed with its first computation. Temporary memory is that of the whole
+depth.
 
 Legend: S slots, L layers, B microbatch size, T sequence length.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -37,6 +39,9 @@ REMATS: tuple[Remat, ...] = ("none", "block")
 """Remat policies under which degraded microbatches are compared with exact ones."""
 
 
+_SHALLOW = 2  # layers; a loop that runs once would be unrolled
+
+
 def with_variant(config: Config, switches: DegradedConfig, remat: Remat) -> Config:
     """The config with other techniques and another remat policy."""
     return dataclasses.replace(config, degraded=switches, model=dataclasses.replace(config.model, remat=remat))
@@ -55,12 +60,12 @@ def microbatch_flops(config: Config, vocab_size: int, mesh: Mesh, *, degraded: b
         mesh: a sub-mesh; operations are those of one of its devices.
         degraded: whether the microbatch is degraded, in all layers, or exact.
     """
-    shallow = _with_layers(config, 1)
-    outside = _flops(_without_blocks(shallow), shallow, vocab_size, mesh)
-    one_layer = _flops(_one_microbatch(shallow, degraded), shallow, vocab_size, mesh) - outside
+    shallow = _with_layers(config, _SHALLOW)
+    outside, expansion = _fixed_flops(with_variant(shallow, DegradedConfig(), "none"), vocab_size, mesh)
+    in_layers = _flops(_one_microbatch(shallow, degraded), shallow, vocab_size, mesh) - outside
     if degraded and config.degraded.low_rank:
-        one_layer -= _flops(_expand, shallow, vocab_size, mesh)
-    return outside + config.model.num_layers * one_layer
+        in_layers -= expansion
+    return outside + config.model.num_layers * in_layers / _times_counted(_SHALLOW)
 
 
 def microbatch_temp_memory(config: Config, vocab_size: int, mesh: Mesh, *, degraded: bool) -> int:
@@ -114,6 +119,22 @@ def _expand(state: TrainState, tokens_BT: jax.Array) -> PyTree:
         is_leaf=lambda leaf: leaf is None,
     )
     return expand(bases, in_place_of_coordinates)
+
+
+@functools.lru_cache(maxsize=8)
+def _fixed_flops(config: Config, vocab_size: int, mesh: Mesh) -> tuple[float, float]:
+    """Operations of what no variant changes: the model without blocks, and the product with the bases."""
+    without_blocks = _flops(_without_blocks(config), config, vocab_size, mesh)
+    return without_blocks, _flops(_expand, config, vocab_size, mesh)
+
+
+@functools.cache
+def _times_counted(trip_count: int) -> float:
+    """How often XLA counts the body of a loop that runs ``trip_count`` times: once, or on some backends each time."""
+    matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    product = jax.jit(jnp.matmul).lower(matrix, matrix).compile().cost_analysis()["flops"]
+    loop = jax.jit(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=trip_count)[0])
+    return round(loop.lower(matrix, matrix).compile().cost_analysis()["flops"] / product)
 
 
 def _flops(function: Callable[..., PyTree], config: Config, vocab_size: int, mesh: Mesh) -> float:
