@@ -23,9 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from mecefo_jax.config import ModelConfig
 from mecefo_jax.layers import Rotary, causal_attention, linear, rms_norm, rotary, rotate, swiglu
-
-PAD = -1
-"""Token id of padding: read as id 0 where it is an input, ignored where it is a target."""
+from mecefo_jax.padding import PAD
 
 _INIT_SCALE = 0.02  # standard deviation of all matrices, as in GPT-2 and LLaMA reimplementations
 
@@ -148,8 +146,8 @@ class Model(nnx.Module):
         """
         if apply_block is None:
             apply_block = lambda block, x, positions, _: exact_block(block, x, positions, self.config.remat)  # noqa: E731
-        table_VD = self.embedding[...].astype(compute_dtype)
-        x_BTD = shard_batch(table_VD[jnp.maximum(tokens_BT, 0)])
+        table_VD = self.embedding[...]
+        x_BTD = shard_batch(table_VD[jnp.maximum(tokens_BT, 0)].astype(compute_dtype))
         positions = rotary(tokens_BT.shape[1], self.config.head_size, self.config.rope_base)
 
         def layer(x_BTD, block_and_extra):
@@ -158,7 +156,8 @@ class Model(nnx.Module):
 
         x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.blocks, per_layer))
         x_BTD = self.final_norm(x_BTD)
-        head_DV = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        # A tied head is cast first: XLA on CPU has no product for the transposed float32 gradient of bfloat16.
+        head_DV = table_VD.astype(compute_dtype).T if self.head is None else self.head.kernel[...]
         return linear(x_BTD, head_DV, jnp.dtype(jnp.float32))
 
 

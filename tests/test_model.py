@@ -258,11 +258,12 @@ def test_remat_changes_memory_and_not_gradients(remat):
     assert residuals(remat) < residuals("none")
 
 
-def test_bfloat16_compute_keeps_parameters_loss_and_gradients_in_float32():
-    params, tokens = random_model(GQA), random_tokens()
+@pytest.mark.parametrize("shape", ["gqa", "tied"])
+def test_bfloat16_compute_keeps_parameters_loss_and_gradients_in_float32(shape):
+    params, tokens = random_model(SHAPES[shape]), random_tokens()
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes bfloat16 to float32
         logits = logits_of(params, tokens[:, :-1], BF16)
-        (loss, _), grads = loss_and_gradient(params, tokens, BF16)
+        (loss, _), grads = jax.block_until_ready(loss_and_gradient(params, tokens, BF16))
     assert logits.dtype == loss.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {F32}
     # bfloat16 has 8 bits: relative rounding of 2^-9 an operation, some ten of them one after another.

@@ -1,11 +1,11 @@
 """Text in, microbatches of tokens out: sources, tokenizers, prepared records, sampler."""
 
-from mecefo_jax.data.packing import PAD
 from mecefo_jax.data.preparation import prepare
 from mecefo_jax.data.prepared import PreparedData, check_vocabulary
 from mecefo_jax.data.records import Records
 from mecefo_jax.data.sampler import Sampler, evaluation_microbatches
 from mecefo_jax.data.tokenizer import Tokenizer
+from mecefo_jax.padding import PAD
 
 __all__ = [
     "PAD",

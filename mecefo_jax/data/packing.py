@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-PAD = -1
-"""Id of padding in token arrays; never an entry of a vocabulary. Only the last record of a split has any."""
+from mecefo_jax.padding import PAD
 
 
 def join_documents(documents: Sequence[Int32[np.ndarray, " T"]], bos_id: int) -> Int32[np.ndarray, " T"]:

@@ -14,8 +14,8 @@ import numpy as np
 from grain.experimental import index_shuffle
 from jaxtyping import Int32, Int64
 
-from mecefo_jax.data.packing import PAD
 from mecefo_jax.errors import DataError
+from mecefo_jax.padding import PAD
 
 _TABLE_RECORDS = 2**16
 """Up to this many records a permutation is a table: grain's index_shuffle takes up to milliseconds an index there."""

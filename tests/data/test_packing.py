@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mecefo_jax.data.packing import PAD, Packer, join_documents, pad_record
+from mecefo_jax.data.packing import Packer, join_documents, pad_record
+from mecefo_jax.padding import PAD
 
 
 @given(

@@ -8,9 +8,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mecefo_jax.data.packing import PAD
 from mecefo_jax.data.records import RecordFile, Records, RecordWriter, token_dtype
 from mecefo_jax.errors import DataError
+from mecefo_jax.padding import PAD
 
 SEQ_LEN = 4
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mecefo_jax.data.packing import PAD
 from mecefo_jax.data.sampler import Sampler, evaluation_microbatches, shuffled
 from mecefo_jax.errors import DataError
+from mecefo_jax.padding import PAD
 
 
 def numbered(count: int, width: int = 3) -> list[np.ndarray]:
