@@ -26,28 +26,12 @@ from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.optimizer import learning_rate_schedule
 from mecefo_jax.performance import CompilationCounter, Throughput, peak_flops
+from mecefo_jax.progress import Progress
 from mecefo_jax.report import write_report
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
 from mecefo_jax.step import StepMetrics
 from mecefo_jax.takeover import Plan, degraded_cost, make_plan
 from mecefo_jax.takeover.cost import exact_flops
-
-
-@dataclasses.dataclass
-class Progress:
-    """What has happened since the first step of the run, over all its restarts; saved with the state."""
-
-    tokens: int = 0
-    degraded_tokens: float = 0.0
-    critical_load_sum: float = 0.0
-    failures: int = 0
-    recoveries: int = 0
-    skipped_steps: int = 0
-    basis_refreshes: int = 0
-    bases_kept: int = 0
-    initial_loss: float = math.nan
-    last_loss: float = math.nan
-    wall_time_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,13 +207,13 @@ class Trainer:
         tokens = int(metrics.tokens_M.sum())
         degraded_tokens = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1))
         critical_load = plan.critical_load(self._degraded_cost)
-        progress = self.progress
-        progress.tokens += tokens
-        progress.degraded_tokens += degraded_tokens
-        progress.critical_load_sum += critical_load
-        progress.last_loss = float(metrics.loss)
-        if dispatched.step == 0:
-            progress.initial_loss = progress.last_loss
+        self.progress.commit(
+            dispatched.step,
+            loss=float(metrics.loss),
+            tokens=tokens,
+            degraded_tokens=degraded_tokens,
+            critical_load=critical_load,
+        )
         self._throughput.committed(tokens)
         self._report_counters(done, metrics)
 
@@ -243,7 +227,7 @@ class Trainer:
                 "ft/live_nodes": int(plan.live_NS.any(axis=1).sum()),
                 "ft/degraded_token_fraction": degraded_tokens / max(tokens, 1),
                 "ft/critical_load": critical_load,
-                "ft/failures_total": progress.failures,
+                "ft/failures_total": self.progress.failures,
             }
             self._log.scalars(done, row | self._throughput.read())
         limit = self._config.train.max_skipped_in_a_row
@@ -318,24 +302,11 @@ class Trainer:
         return Throughput(flops / (size * data.seq_len), self._config.mesh.num_devices, peak_flops(jax.devices()[0]))
 
     def _summary(self, final_eval: Mapping[str, float]) -> dict[str, Any]:
-        progress, steps = self.progress, self._done
         first = self._model_compilations_of_first_step
-        return {
-            "steps": steps,
-            "initial_loss": progress.initial_loss,
-            "final_loss": progress.last_loss,
+        return self.progress.summary(self._done) | {
             "eval_loss": final_eval.get("eval/loss"),
             "eval_perplexity": final_eval.get("eval/perplexity"),
-            "failures": progress.failures,
-            "recoveries": progress.recoveries,
-            "tokens": progress.tokens,
-            "degraded_token_fraction": progress.degraded_tokens / max(progress.tokens, 1),
-            "mean_critical_load": progress.critical_load_sum / max(steps, 1),
-            "skipped_steps": progress.skipped_steps,
-            "basis_refreshes": progress.basis_refreshes,
-            "bases_kept_not_finite": progress.bases_kept,
             "model_compilations_after_first_step": 0 if first is None else self._executor.model_compilations - first,
-            "wall_time_s": progress.wall_time_s,
         }
 
 
