@@ -72,8 +72,8 @@ def draw(
     num_nodes = config.get("mesh", {}).get("num_nodes")
     _draw_loss(loss, rows)
     _draw_live(live, rows, events, num_nodes)
-    _draw_degraded(degraded, rows)
-    _draw_load(load, rows)
+    _draw_degraded(degraded, rows, events)
+    _draw_load(load, rows, events)
     last = rows[-1]["step"]
     load.set_xlim(0, last + max(0.02 * last, 0.5))
     load.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -117,8 +117,9 @@ def _draw_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_live(
     axes: Axes, rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], num_nodes: int | None
 ) -> None:
-    steps, live = _live_nodes(rows, events, num_nodes)
-    if len(steps):
+    most = max((row.get("ft/live_nodes") or 0 for row in rows), default=0)
+    steps, live = _plan_series(rows, events, "ft/live_nodes", "live_nodes", num_nodes or most)
+    if live.any():
         total = float(live.max()) if num_nodes is None else num_nodes
         low = min(live.min(), total - 1)
         pad = 0.15 * (total - low)
@@ -147,21 +148,21 @@ def _mark(axes: Axes, events: Iterable[Mapping[str, Any]], steps: np.ndarray, li
         axes.legend(loc="lower right", ncols=2)
 
 
-def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps, fraction = _held(*_series(rows, "ft/degraded_token_fraction"))
+def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
+    steps, fraction = _plan_series(rows, events, "ft/degraded_token_fraction", "degraded_fraction", 0.0)
     top = max(1.15 * np.nanmax(fraction, initial=0.0), 0.04)
-    axes.fill_between(steps, fraction, step="pre", color=_ORANGE, alpha=0.35, lw=0)
-    axes.step(steps, fraction, where="pre", color=_ORANGE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
+    axes.fill_between(steps, fraction, step="post", color=_ORANGE, alpha=0.35, lw=0)
+    axes.step(steps, fraction, where="post", color=_ORANGE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
     axes.set_ylim(-0.03 * top, top)
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _finish(axes, "degraded\ntokens")
 
 
-def _draw_load(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps, load = _held(*_series(rows, "ft/critical_load"))
+def _draw_load(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
+    steps, load = _plan_series(rows, events, "ft/critical_load", "critical_load", 1.0)
     axes.axhline(1.0, color=_GREY, lw=0.8, ls=":")
-    axes.step(steps, load, where="pre", color=_PURPLE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
+    axes.step(steps, load, where="post", color=_PURPLE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
     low, high = min(np.nanmin(load, initial=1.0), 1.0), max(np.nanmax(load, initial=1.0), 1.1)
     axes.set_ylim(low - 0.15 * (high - low), high + 0.2 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3))
@@ -188,23 +189,22 @@ def _series(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, n
     return steps, np.where(np.isfinite(values), values, np.nan)
 
 
-def _held(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The series from step 0 on: a row stands for the steps since the one before it."""
-    return np.concatenate([[0.0], steps]), np.concatenate([values[:1] if len(values) else [np.nan], values])
-
-
-def _live_nodes(
-    rows: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]], num_nodes: int | None
+def _plan_series(
+    rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]], metric: str, field: str, healthy: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Live nodes over steps: from the rows, and between them from the events that say how many live."""
-    points = {row["step"]: row["ft/live_nodes"] for row in rows if row.get("ft/live_nodes") is not None}
-    for event in events:
-        if isinstance(event.get("live_nodes"), int | float):
-            points[event["step"]] = event["live_nodes"]
-    if num_nodes is not None and points:
-        points.setdefault(0, num_nodes)
-    steps = sorted(points)
-    return np.array(steps, float), np.array([points[step] for step in steps], float)
+    """A property of the plans over steps, each value holding until the next one.
+
+    Taken from the events that report a new plan, so that nothing between two rows is lost; from the rows, each of which
+    tells of the step before it, if there are none.
+    """
+    points = {event["step"]: event[field] for event in events if isinstance(event.get(field), int | float)}
+    if not points:
+        points = {row["step"] - 1: row[metric] for row in rows if row.get(metric) is not None}
+    points.setdefault(0, healthy)
+    last = rows[-1]["step"]
+    steps = sorted(step for step in points if step < last)
+    values = [points[step] for step in steps]
+    return np.array([*steps, last], float), np.array([*values, values[-1]], float)
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:

@@ -197,6 +197,7 @@ class Trainer:
             taken_over=len(plan.taken_over),
             degraded=len(plan.degraded),
             dropped=len(plan.dropped),
+            degraded_fraction=float(plan.degraded_MS.mean(axis=1)[plan.executor_M >= 0].mean()),
             critical_load=plan.critical_load(self._degraded_cost),
         )
 

@@ -23,12 +23,15 @@ def sample_run(workdir, num_rows: int, failures: int) -> None:
         for step in range(1, 10 * num_rows + 1):
             if step - 7 in failed_at:
                 live += 1
-                log.event("recovery", step, nodes=[0], live_nodes=live)
+                log.event("recovery", step, node=0)
             if step in failed_at:
                 live -= 1
-                log.event("failure", step, nodes=[0], live_nodes=live)
+                log.event("failure", step, node=0)
+            if step in failed_at or step - 7 in failed_at:
+                plan = {"live_nodes": live, "degraded_fraction": (8 - live) / 8, "critical_load": 1 + (8 - live) / 8}
+                log.event("takeover", step, policy="balanced", taken_over=0, degraded=0, dropped=0, **plan)
             if step % 10 == 0:
-                row = {"train/loss": 2 + math.exp(-step), "ft/live_nodes": live, "ft/critical_load": 1.0}
+                row = {"train/loss": 2 + math.exp(-step), "ft/live_nodes": live, "ft/critical_load": 1 + (8 - live) / 8}
                 row |= {"ft/degraded_token_fraction": (8 - live) / 8}
                 if step % 50 == 0:
                     row |= {"eval/loss": 2.1, "eval/perplexity": 8.2}
@@ -76,10 +79,11 @@ def test_the_panels_show_the_data(tmp_path):
 
 def test_failures_between_two_rows_are_not_lost(tmp_path):
     sample_run(tmp_path, 20, 6)
-    live = panels(tmp_path)[1]
-    line = max(live.lines, key=lambda line: len(line.get_xdata()))
-    seen = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
-    assert seen[0] == 8 and seen[3] == 7 and seen[10] == 8
+    _, live, degraded, load = panels(tmp_path)
+    for axes, healthy, one_down in ((live, 8, 7), (degraded, 0, 1 / 8), (load, 1, 9 / 8)):
+        line = max(axes.lines, key=lambda line: len(line.get_xdata()))
+        seen = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        assert (seen[0], seen[3], seen[10]) == (healthy, one_down, healthy)
 
 
 def test_many_failures_are_marked_without_hiding_the_line(tmp_path):
