@@ -1,16 +1,18 @@
 """The plain training step next to Hugging Face's LLaMA under PyTorch: the same losses, then tokens per second.
 
     pip install torch transformers
-    python scripts/compare_torch.py [SIZE ...] [--rounds N] [--json FILE]
+    python scripts/compare_torch.py [SIZE ...] [--one-core] [--rounds N] [--json FILE]
 
 Both train the same model from the same weights on the same tokens with AdamW, in float32 on this machine's CPU, with as
 many threads as each library takes. PyTorch runs eagerly, with its fused attention and its fused AdamW. The two take
-turns in one process, so that whatever else the machine does slows both alike.
+turns in one process. Where other programs use the CPU too, threads that wait for each other make PyTorch look several
+times slower than it is: ``--one-core`` compares CPU seconds of one thread each, which others hardly change.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -38,8 +40,8 @@ import configs  # noqa: E402
 from mecefo_jax.config import ModelConfig  # noqa: E402
 from mecefo_jax.model import Model, init_model, loss_sum  # noqa: E402
 
-_LARGEST_LOSS_DIFFERENCE = 1e-5  # relative; both compute in float32
 LEARNING_RATE, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.01
+_LARGEST_LOSS_DIFFERENCE = 1e-5  # relative; both compute in float32
 
 Part = Callable[[], object]
 """Runs one part of a step and waits for it."""
@@ -83,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Tokens per second next to PyTorch, on CPU.")
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(known)}; all if none is given")
     parser.add_argument("--rounds", type=int, default=15, help="times that each part is run (default: %(default)s)")
+    parser.add_argument("--one-core", action="store_true", help="CPU seconds of one thread each, on a busy machine")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write the numbers")
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.sizes if name not in known]:
@@ -91,15 +94,24 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--rounds is {arguments.rounds}; set it to at least 1")
 
     jax.config.update("jax_platforms", "cpu")
-    results = {name: compare(known[name], arguments.rounds) for name in arguments.sizes or known}
-    _print_table(results)
+    if arguments.one_core:
+        _use_one_core()
+    clock = time.process_time if arguments.one_core else time.perf_counter
+    results = {name: compare(known[name], arguments.rounds, clock) for name in arguments.sizes or known}
+    _print_table(results, "CPU seconds of one core" if arguments.one_core else f"{os.cpu_count()} cores")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": _machine(), "sizes": results}, indent=2) + "\n")
+        machine = _machine() | {"one_core": arguments.one_core}
+        arguments.json.write_text(json.dumps({"machine": machine, "sizes": results}, indent=2) + "\n")
     return 0
 
 
-def compare(size: Size, num_rounds: int) -> dict[str, dict[str, float]]:
+def compare(size: Size, num_rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
     """Check that both compute the same loss, then time them in turns.
+
+    Args:
+        size: what is compared.
+        num_rounds: times that each part is run by each.
+        clock: the time in seconds.
 
     Returns:
         For each of ``forward``, ``gradient`` (forward and backward) and ``step`` (with the update): ``jax_s`` and
@@ -114,7 +126,10 @@ def compare(size: Size, num_rounds: int) -> dict[str, dict[str, float]]:
     theirs = hugging_face_model(params, size.model, size.vocab_size)
     check_losses(params, theirs, tokens_BT1)
     ours_parts, their_parts = jax_parts(params, tokens_BT1), torch_parts(theirs, tokens_BT1)
-    return {part: _compare_part(ours_parts[part], their_parts[part], size, num_rounds) for part in ours_parts}
+    return {
+        part: _numbers(size, *_time_in_turns(ours_parts[part], their_parts[part], num_rounds, clock))
+        for part in ours_parts
+    }
 
 
 def hugging_face_model(params: Model, config: ModelConfig, vocab_size: int) -> transformers.LlamaForCausalLM:
@@ -144,14 +159,15 @@ def hugging_face_model(params: Model, config: ModelConfig, vocab_size: int) -> t
 def hugging_face_weights(params: Model) -> dict[str, np.ndarray]:
     """A tree like the parameters under Hugging Face's names, one entry a layer; their linears are ``[out, in]``."""
     blocks = params.blocks
+    attention, feed_forward = blocks.attention, blocks.feed_forward
     linears = {
-        "self_attn.q_proj": blocks.attention.query,
-        "self_attn.k_proj": blocks.attention.key,
-        "self_attn.v_proj": blocks.attention.value,
-        "self_attn.o_proj": blocks.attention.out,
-        "mlp.gate_proj": blocks.feed_forward.gate,
-        "mlp.up_proj": blocks.feed_forward.up,
-        "mlp.down_proj": blocks.feed_forward.down,
+        "self_attn.q_proj": attention.query,
+        "self_attn.k_proj": attention.key,
+        "self_attn.v_proj": attention.value,
+        "self_attn.o_proj": attention.out,
+        "mlp.gate_proj": feed_forward.gate,
+        "mlp.up_proj": feed_forward.up,
+        "mlp.down_proj": feed_forward.down,
     }
     per_layer = {name: np.asarray(linear.kernel[...]).swapaxes(1, 2) for name, linear in linears.items()}
     per_layer["input_layernorm"] = np.asarray(blocks.norm1.scale[...])
@@ -237,8 +253,7 @@ def check_losses(params: Model, theirs: transformers.LlamaForCausalLM, tokens_BT
         raise ArithmeticError(f"the losses differ, so their times mean nothing: ours {ours_loss}, theirs {their_loss}")
 
 
-def _compare_part(ours: Part, theirs: Part, size: Size, num_rounds: int) -> dict[str, float]:
-    ours_s, theirs_s = _time_in_turns(ours, theirs, num_rounds)
+def _numbers(size: Size, ours_s: Sequence[float], theirs_s: Sequence[float]) -> dict[str, float]:
     return {
         "jax_s": statistics.median(ours_s),
         "torch_s": statistics.median(theirs_s),
@@ -248,16 +263,26 @@ def _compare_part(ours: Part, theirs: Part, size: Size, num_rounds: int) -> dict
     }
 
 
-def _time_in_turns(first: Part, second: Part, num_rounds: int) -> tuple[list[float], list[float]]:
+def _time_in_turns(
+    first: Part, second: Part, num_rounds: int, clock: Callable[[], float]
+) -> tuple[list[float], list[float]]:
     """Seconds of each run of the two, after two runs to warm up; who goes first alternates."""
     times: dict[Part, list[float]] = {first: [], second: []}
     for round_number in range(-2, num_rounds):
         for part in (first, second) if round_number % 2 else (second, first):
-            start = time.perf_counter()
+            start = clock()
             part()
             if round_number >= 0:
-                times[part].append(time.perf_counter() - start)
+                times[part].append(clock() - start)
     return times[first], times[second]
+
+
+def _use_one_core() -> None:
+    """Must come before JAX starts its threads, whose number it takes from the cores it may use."""
+    if not hasattr(os, "sched_setaffinity"):
+        sys.exit("error: --one-core needs Linux; leave it out here")
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
 
 
 def _machine() -> dict[str, object]:
@@ -270,8 +295,8 @@ def _machine() -> dict[str, object]:
     }
 
 
-def _print_table(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    table = Table("size", "part", title="Tokens per second on CPU, float32")
+def _print_table(results: dict[str, dict[str, dict[str, float]]], resources: str) -> None:
+    table = Table("size", "part", title=f"Tokens per second on CPU, float32, {resources}")
     for column in ("ours", "PyTorch", "ours / PyTorch"):
         table.add_column(column, justify="right")
     for name, parts in results.items():
