@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from mecefo_jax.config import Config
-from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, stack, views
-from mecefo_jax.node_program import NodeProgram
+from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, spec_of, stack, views
+from mecefo_jax.node_program import Flat, NodeProgram
 from mecefo_jax.state import TrainState
 from mecefo_jax.step import (
     LayerMasks,
@@ -59,17 +59,17 @@ class Programs:
         self.add = NodeProgram(add, cluster.submeshes, donate=(0,))
         self.update = NodeProgram(apply, cluster.submeshes, donate=(0,))
         self.evaluate = NodeProgram(loss, cluster.submeshes)
-        self._reductions: dict[tuple[int, ...], Callable[[Sums], Sums]] = {}
+        self._reductions: dict[tuple[int, ...], Callable[[PyTree], PyTree]] = {}
 
-    def reduce(self, own: Mapping[int, Sums]) -> dict[int, Sums]:
+    def reduce(self, own: Mapping[int, Flat]) -> dict[int, Flat]:
         """The total of the live sub-meshes' sums, as each of them holds it."""
-        live = tuple(own)
+        live, parts = tuple(own), list(own.values())
         mesh = live_mesh(self._cluster, live)
-        stacked = stack(list(own.values()), mesh)
         if live not in self._reductions:
-            self._reductions[live] = make_reduction(stacked, mesh)
-        reduced = self._reductions[live](stacked)
-        return dict(zip(live, views(reduced, [self._cluster.submeshes[index] for index in live]), strict=True))
+            self._reductions[live] = make_reduction([spec_of(leaf) for leaf in parts[0].leaves], mesh)
+        reduced = self._reductions[live](stack([part.leaves for part in parts], mesh))
+        shares = views(reduced, [self._cluster.submeshes[index] for index in live])
+        return {index: Flat(leaves, parts[0].structure) for index, leaves in zip(live, shares, strict=True)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,13 +87,13 @@ class Executor:
         Args:
             config: of the run.
             cluster: where it runs.
-            state: on any one sub-mesh (or on the default device).
+            state: on any one sub-mesh (or on the default device); its buffers are used up.
         """
         self._config, self._cluster = config, cluster
         self._programs = programs_for(config.compiled_part, cluster)
-        self._states = {
-            index: jax.device_put(state, shardings(mesh, state)) for index, mesh in enumerate(cluster.submeshes)
-        }
+        self._shardings = [jax.tree.leaves(shardings(mesh, state)) for mesh in cluster.submeshes]
+        flat = Flat.of(state)
+        self._states = {index: self._copy(flat, index) for index in range(len(cluster.submeshes))}
 
     @property
     def model_compilations(self) -> int:
@@ -103,7 +103,7 @@ class Executor:
     @property
     def state(self) -> TrainState:
         """The state, as one live sub-mesh holds it. Valid until the next ``train_step``."""
-        return self._states[min(self._states)]
+        return self._states[min(self._states)].tree
 
     @property
     def slots(self) -> int:
@@ -121,11 +121,13 @@ class Executor:
         """
         source = next((index for index in submeshes if index in self._states), min(self._states))
         self._states = {
-            index: self._states[index]
-            if index in self._states
-            else jax.device_put(self._states[source], shardings(self._cluster.submeshes[index], self._states[source]))
+            index: self._states[index] if index in self._states else self._copy(self._states[source], index)
             for index in submeshes
         }
+
+    def _copy(self, state: Flat, index: int) -> Flat:
+        """A state on another sub-mesh."""
+        return Flat(jax.device_put(state.leaves, self._shardings[index]), state.structure)
 
     def train_step(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> StepMetrics:
         """Dispatch one step: gradients on each live sub-mesh, their sum, the update on each.
@@ -139,11 +141,14 @@ class Executor:
             What the update reports, on a device.
         """
         for index, sums in self.step_sums(step, plan, microbatch).items():
-            self._states[index], metrics = self._programs.update(index, self._states[index], sums)
-        return metrics
+            state = self._states[index]
+            updated = self._programs.update(index, state, sums).leaves
+            # The result is the pair (state, metrics): its leaves are those of the one, then those of the other.
+            self._states[index] = Flat(updated[: len(state.leaves)], state.structure)
+        return StepMetrics(*updated[len(state.leaves) :])
 
-    def step_sums(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> dict[int, Sums]:
-        """The step's sums over all nodes, as each live sub-mesh holds them; leaves ``[1, ...]``."""
+    def step_sums(self, step: int, plan: Plan, microbatch: MicrobatchSource) -> dict[int, Flat]:
+        """The step's ``Sums`` over all nodes, as each live sub-mesh holds them; leaves ``[1, ...]``."""
         work = reassign(self._cluster, plan)
         if set(work) != set(self._states):
             self.set_live(list(work))
@@ -165,18 +170,18 @@ class Executor:
         for number, tokens in enumerate(microbatches):
             index = live[number % len(live)]
             placed = jax.device_put(tokens, NamedSharding(self._cluster.submeshes[index], P("fsdp")))
-            results.append(self._programs.evaluate(index, self._states[index], placed))
-        fetched = jax.device_get(results)
+            results.append(self._programs.evaluate(index, self._states[index], Flat.of(placed)))
+        fetched = jax.device_get([result.leaves for result in results])
         return float(sum(float(loss) for loss, _ in fetched)), int(sum(int(tokens) for _, tokens in fetched))
 
     def _node_sums(
         self, index: int, share: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
-    ) -> Sums:
+    ) -> Flat:
         """This sub-mesh's sums over its share, in as many calls as its slots need."""
         total = None
         for part in _in_parts(share, self.slots):
             batch = self._place(index, part, degraded_ML, microbatch)
-            sums = self._programs.gradients(index, self._states[index], batch)
+            sums = self._programs.gradients(index, self._states[index], Flat.of(batch))
             total = sums if total is None else self._programs.add(index, total, sums)
         assert total is not None
         return total

@@ -120,7 +120,7 @@ def stack(parts: Sequence[PyTree], mesh: Mesh) -> PyTree:
     """
 
     def stack_leaf(*leaves: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, P("data", *_spec_of(leaves[0])[1:]))
+        sharding = NamedSharding(mesh, P("data", *spec_of(leaves[0])[1:]))
         buffers = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays((len(leaves), *leaves[0].shape[1:]), sharding, buffers)
 
@@ -134,13 +134,14 @@ def views(tree: PyTree, submeshes: Sequence[Mesh]) -> list[PyTree]:
     for leaf in leaves:
         buffers = {shard.device: shard.data for shard in leaf.addressable_shards}
         for views_of_one, submesh in zip(per_submesh, submeshes, strict=True):
-            sharding = NamedSharding(submesh, _spec_of(leaf))
+            sharding = NamedSharding(submesh, spec_of(leaf))
             own = [buffers[device] for device in submesh.devices.flat]
             views_of_one.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, own))
     return [jax.tree.unflatten(structure, views_of_one) for views_of_one in per_submesh]
 
 
-def _spec_of(array: jax.Array) -> PartitionSpec:
+def spec_of(array: jax.Array) -> PartitionSpec:
+    """How an array is sharded over the mesh that it lies on."""
     assert isinstance(array.sharding, NamedSharding), array.sharding
     return array.sharding.spec
 

@@ -8,15 +8,34 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from jaxlib import xla_client
+from jaxtyping import PyTree
 
 from mecefo_jax.mesh import shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A tree taken apart once: walking through a tree of NNX modules takes longer than to call a small program."""
+
+    leaves: list[Any]
+    structure: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Self:
+        """Take a tree apart."""
+        return cls(*jax.tree.flatten(tree))
+
+    @property
+    def tree(self) -> PyTree:
+        """The tree."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
 
 @dataclasses.dataclass
@@ -24,7 +43,7 @@ class NodeProgram:
     """``function`` on each sub-mesh. Compiled at the first call on any of them, and never again for other shapes.
 
     Attributes:
-        function: pure; called with trees of arrays on the sub-mesh.
+        function: pure, from trees to a tree.
         submeshes: where it may run; all of one shape.
         donate: positions of arguments whose buffers the result may reuse.
         compilations: executables compiled so far.
@@ -36,15 +55,17 @@ class NodeProgram:
     compilations: int = 0
     _executables: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
     _origin: int | None = None
+    _result: jax.tree_util.PyTreeDef | None = None
 
-    def __call__(self, submesh: int, *args: Any) -> Any:
-        """Run on sub-mesh number ``submesh``; returns without waiting for the result."""
+    def __call__(self, submesh: int, *args: Flat) -> Flat:
+        """Run on sub-mesh number ``submesh``, where the arguments lie; returns without waiting for the result."""
         executable = self._executables.get(submesh)
         if executable is None:
             executable = self._executables[submesh] = self._prepare(submesh, args)
-        return executable(*args)
+        assert self._result is not None
+        return Flat(executable(*(arg.leaves for arg in args)), self._result)
 
-    def _prepare(self, submesh: int, args: Sequence[Any]) -> jax.stages.Compiled:
+    def _prepare(self, submesh: int, args: Sequence[Flat]) -> jax.stages.Compiled:
         if self._origin is not None:
             moved = move_executable(
                 self._executables[self._origin], self.submeshes[self._origin], self.submeshes[submesh]
@@ -54,11 +75,20 @@ class NodeProgram:
         else:
             self._origin = submesh
         self.compilations += 1
-        mesh = self.submeshes[submesh]
+        return self._compile(self.submeshes[submesh], args)
+
+    def _compile(self, mesh: Mesh, args: Sequence[Flat]) -> jax.stages.Compiled:
+        structures = [arg.structure for arg in args]
+
+        def on_leaves(*leaves: list[jax.Array]) -> list[jax.Array]:
+            return jax.tree.leaves(self.function(*map(jax.tree.unflatten, structures, leaves)))
+
         with jax.set_mesh(mesh):
-            out_shardings = shardings(mesh, jax.eval_shape(self.function, *args))
-            jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=out_shardings)
-            return jitted.lower(*args).compile()
+            result = jax.eval_shape(self.function, *(arg.tree for arg in args))
+            self._result = jax.tree.structure(result)
+            out = jax.tree.leaves(shardings(mesh, result))
+            jitted = jax.jit(on_leaves, donate_argnums=self.donate, out_shardings=out)
+            return jitted.lower(*(arg.leaves for arg in args)).compile()
 
 
 def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled | None:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from mecefo_jax.config import Config
 from mecefo_jax.degraded.block import degraded_block, masked_block
 from mecefo_jax.degraded.low_rank import expand, zero_coordinates
-from mecefo_jax.mesh import partition_specs
 from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
 from mecefo_jax.optimizer import (
     basis_state,
@@ -147,23 +146,22 @@ def _add_degraded(
     return jax.lax.cond(batch.num_degraded > 0, run, lambda sums: sums, sums)
 
 
-def make_reduction(stacked: Sums, mesh: Mesh) -> Callable[[Sums], Sums]:
+def make_reduction(specs: PyTree[P], mesh: Mesh) -> Callable[[PyTree], PyTree]:
     """The sum over the live nodes: one all-reduce along ``data``, compiled when it is first called.
 
     Args:
-        stacked: ``mesh.stack`` of the nodes' sums, or their shapes.
+        specs: how the nodes' sums, leaves ``[1, ...]``, are sharded inside a node.
         mesh: the live mesh.
 
     Returns:
-        A jitted function of such a tree; it returns leaves ``[1, ...]``, replicated over ``data`` and sharded inside a
-        node as before.
+        A jitted function of what ``mesh.stack`` makes of the nodes' sums; it returns leaves ``[1, ...]``, replicated
+        over ``data`` and sharded inside a node as before, in the buffers of its argument.
     """
-    inside = partition_specs(stacked)
-    per_node = jax.tree.map(lambda spec: P("data", *spec[1:]), inside, is_leaf=_is_spec)
-    summed = jax.tree.map(lambda spec: P(None, *spec[1:]), inside, is_leaf=_is_spec)
+    per_node = jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=_is_spec)
+    summed = jax.tree.map(lambda spec: P(None, *spec[1:]), specs, is_leaf=_is_spec)
     psum = jax.shard_map(lambda parts: jax.lax.psum(parts, "data"), mesh=mesh, in_specs=(per_node,), out_specs=summed)
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), summed, is_leaf=_is_spec)
-    return jax.jit(psum, out_shardings=out_shardings)
+    return jax.jit(psum, out_shardings=out_shardings, donate_argnums=0)
 
 
 def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, StepMetrics]:

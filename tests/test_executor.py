@@ -10,6 +10,7 @@ from mecefo_jax.data import evaluation_microbatches
 from mecefo_jax.executor import Executor, _in_parts
 from mecefo_jax.mesh import Work
 from mecefo_jax.model import loss_sum
+from mecefo_jax.node_program import Flat
 from tests.tiny import (
     FOUR_DEVICES,
     NODES,
@@ -29,7 +30,7 @@ HISTORY = [(), (3, 4), (3, 4, 5), (3,), (), (0, 1, 2, 3, 4, 6, 7), (0, 1, 2, 3, 
 
 
 def states_of(executor: Executor) -> dict:
-    return jax.device_get(executor._states)
+    return {index: jax.device_get(state.tree) for index, state in executor._states.items()}
 
 
 @pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
@@ -71,7 +72,11 @@ def test_a_nan_on_one_node_skips_the_update_on_all(monkeypatch):
 
     def poisoned(index, state, batch):
         sums = original(index, state, batch)
-        return jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.ndim == 3 else leaf, sums) if index == 5 else sums
+        return (
+            Flat([leaf * jnp.nan if leaf.ndim == 4 else leaf for leaf in sums.leaves], sums.structure)
+            if index == 5
+            else sums
+        )
 
     class Poisoned:
         __call__ = staticmethod(poisoned)

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 from mecefo_jax import node_program
 from mecefo_jax.config import MeshConfig
 from mecefo_jax.mesh import make_cluster
-from mecefo_jax.node_program import NodeProgram
+from mecefo_jax.node_program import Flat, NodeProgram
 
 
-def placed(mesh, x, trips):
-    return jax.device_put(x, NamedSharding(mesh, P("fsdp"))), jax.device_put(trips, NamedSharding(mesh, P()))
+def placed(mesh, x, trips=None):
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("fsdp")))]
+    arrays += [] if trips is None else [jax.device_put(trips, NamedSharding(mesh, P()))]
+    return map(Flat.of, arrays)
 
 
 def powers(x, trips):
@@ -29,7 +31,7 @@ def test_compiles_once_and_computes_on_every_submesh(fsdp):
     for index, mesh in enumerate(cluster.submeshes):
         for trips in (0, 1, 3):
             x = np.arange(4, dtype=np.float32) + index
-            result = program(index, *placed(mesh, x, np.int32(trips)))
+            result = program(index, *placed(mesh, x, np.int32(trips))).tree
             np.testing.assert_allclose(result, powers(jnp.asarray(x), trips))
             assert result.devices() == set(mesh.devices.flat)
     assert program.compilations == 1
@@ -39,9 +41,9 @@ def test_moved_programs_still_donate():
     cluster = make_cluster(MeshConfig(num_nodes=2))
     program = NodeProgram(lambda x: x + 1, cluster.submeshes, donate=(0,))
     for index, mesh in enumerate(cluster.submeshes):
-        x = jax.device_put(np.zeros(1000, np.float32), NamedSharding(mesh, P()))
-        np.testing.assert_array_equal(program(index, x), np.ones(1000))
-        assert x.is_deleted()
+        (x,) = placed(mesh, np.zeros(1000, np.float32))
+        np.testing.assert_array_equal(program(index, x).tree, np.ones(1000))
+        assert x.tree.is_deleted()
 
 
 def test_compiles_for_each_submesh_where_executables_cannot_be_moved(monkeypatch):
@@ -49,15 +51,14 @@ def test_compiles_for_each_submesh_where_executables_cannot_be_moved(monkeypatch
     cluster = make_cluster(MeshConfig(num_nodes=3))
     program = NodeProgram(powers, cluster.submeshes)
     for index, mesh in enumerate(cluster.submeshes):
-        np.testing.assert_allclose(program(index, *placed(mesh, np.ones(2, np.float32), np.int32(2))), 9.0)
+        np.testing.assert_allclose(program(index, *placed(mesh, np.ones(2, np.float32), np.int32(2))).tree, 9.0)
     assert program.compilations == 3
 
 
 def test_another_shape_is_refused_instead_of_compiled():
     cluster = make_cluster(MeshConfig(num_nodes=1))
     program = NodeProgram(lambda x: x * 2, cluster.submeshes)
-    sharding = NamedSharding(cluster.submeshes[0], P())
-    program(0, jax.device_put(np.ones(2, np.float32), sharding))
+    program(0, *placed(cluster.submeshes[0], np.ones(2, np.float32)))
     with pytest.raises(TypeError):
-        program(0, jax.device_put(np.ones(3, np.float32), sharding))
+        program(0, *placed(cluster.submeshes[0], np.ones(3, np.float32)))
     assert program.compilations == 1

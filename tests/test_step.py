@@ -53,7 +53,7 @@ def executor_for(config: Config) -> Executor:
 def check_against_naive(config: Config, plan) -> None:
     """All sub-meshes hold the same sums, and they are those of the naive reference."""
     executor = executor_for(config)
-    first, *others = jax.device_get(list(executor.step_sums(0, plan, source).values()))
+    first, *others = jax.device_get([sums.tree for sums in executor.step_sums(0, plan, source).values()])
     for other in others:
         assert_trees_equal(first, other)
     bases = basis_state(executor.state.opt_state).bases
@@ -119,8 +119,8 @@ def test_each_switch_alone_and_together(switches, remat):
 def test_full_rank_recovers_the_exact_ffn_gradient():
     config = tiny_config(basis=BasisConfig(rank=48), degraded=DegradedConfig(skip_attention=False))
     executor = executor_for(config)
-    degraded = executor.step_sums(0, plan_for((3,), "neighbor", config), source)[0].grads
-    exact = executor.step_sums(0, plan_for((3,), "reroute", config), source)[0].grads
+    degraded = executor.step_sums(0, plan_for((3,), "neighbor", config), source)[0].tree.grads
+    exact = executor.step_sums(0, plan_for((3,), "reroute", config), source)[0].tree.grads
     for left, right in zip(jax.tree.leaves(degraded), jax.tree.leaves(exact), strict=True):
         left, right = np.asarray(left), np.asarray(right)
         assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
@@ -147,9 +147,9 @@ def test_the_loss_does_not_depend_on_who_computes():
     config = tiny_config()
     executor = executor_for(config)
     losses = {
-        policy: jax.device_get(executor.step_sums(0, plan_for(dead, policy, config), source))
+        policy: [sums.tree for sums in executor.step_sums(0, plan_for(dead, policy, config), source).values()]
         for policy, dead in {"neighbor": (3,), "balanced": (2, 3, 7), "reroute": ()}.items()
     }
     healthy = losses["reroute"][0].losses_M
-    for policy, sums in losses.items():
-        np.testing.assert_allclose(sums[min(sums)].losses_M, healthy, rtol=1e-6, err_msg=policy)
+    for policy, (sums, *_) in losses.items():
+        np.testing.assert_allclose(sums.losses_M, healthy, rtol=1e-6, err_msg=policy)

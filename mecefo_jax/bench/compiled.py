@@ -77,8 +77,8 @@ def microbatch_temp_memory(config: Config, vocab_size: int, mesh: Mesh, *, degra
         mesh: a sub-mesh.
         degraded: whether the microbatch is degraded, in all layers, or exact.
     """
-    compiled = _compile(_one_microbatch(config, degraded), config, vocab_size, mesh)
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    analysis: Any = _compile(_one_microbatch(config, degraded), config, vocab_size, mesh).memory_analysis()
+    return int(analysis.temp_size_in_bytes)
 
 
 def _one_microbatch(config: Config, degraded: bool) -> Callable[..., PyTree]:
@@ -129,19 +129,28 @@ def _fixed_flops(config: Config, vocab_size: int, mesh: Mesh) -> tuple[float, fl
 
 
 @functools.cache
-def _times_counted(trip_count: int) -> float:
+def _times_counted(trip_count: int) -> int:
     """How often XLA counts the body of a loop that runs ``trip_count`` times: once, or on some backends each time."""
     matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    product = jax.jit(jnp.matmul).lower(matrix, matrix).compile().cost_analysis()["flops"]
-    loop = jax.jit(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=trip_count)[0])
-    return round(loop.lower(matrix, matrix).compile().cost_analysis()["flops"] / product)
+
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=trip_count)[0]
+
+    once, looped = (_cost(jax.jit(function).lower(matrix, matrix).compile()) for function in (jnp.matmul, loop))
+    return round(looped / once)
 
 
 def _flops(function: Callable[..., PyTree], config: Config, vocab_size: int, mesh: Mesh) -> float:
-    return float(_compile(function, config, vocab_size, mesh).cost_analysis()["flops"])
+    return _cost(_compile(function, config, vocab_size, mesh))
 
 
-def _compile(function: Callable[..., PyTree], config: Config, vocab_size: int, mesh: Mesh) -> Any:
+def _cost(compiled: jax.stages.Compiled) -> float:
+    """Floating-point operations that XLA counts in an executable, on one device."""
+    analysis: Any = compiled.cost_analysis()
+    return float(analysis["flops"])
+
+
+def _compile(function: Callable[..., PyTree], config: Config, vocab_size: int, mesh: Mesh) -> jax.stages.Compiled:
     """Compile ``function(state, tokens)`` on a sub-mesh from shapes."""
     shape = (config.train.microbatch_size, config.data.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
