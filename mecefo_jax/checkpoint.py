@@ -25,10 +25,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from mecefo_jax.errors import CheckpointError, ConfigError
-from mecefo_jax.identity import check_identity
 from mecefo_jax.manifest import UnreadableError, promote, read_manifest, verify_files, write_manifest
-
-__all__ = ["Checkpointer", "check_identity"]
 
 _LEFTOVER = re.compile(r"(\d+)\.saving.*")
 

@@ -6,19 +6,16 @@ starts, so help and mistakes are answered at once.
 
 import dataclasses
 import difflib
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
 import configs
-from mecefo_jax.config import Config, check_devices
+from mecefo_jax.config import Config
 from mecefo_jax.config_file import (
     fields,
     from_dict,
     read_config,
-    replace_file,
-    save_config,
     to_dict,
     to_json,
     unknown_setting,
@@ -217,32 +214,7 @@ def _workdir(arguments: Arguments, config: Config) -> pathlib.Path:
 
 
 def _run(config: Config, workdir: pathlib.Path) -> None:
-    """Trains; a config that is refused does not replace that of the runs before it in the same directory."""
-    _prepare_devices(config)
-    path = workdir / "config.json"
-    previous = path.read_bytes() if path.is_file() else None
-    save_config(config, path)
-    try:
-        from mecefo_jax import trainer
+    from mecefo_jax import devices, trainer
 
-        trainer.run(config, workdir)
-    except ConfigError:
-        if previous is None:
-            path.unlink()
-        else:
-            replace_file(path, previous)
-        raise
-
-
-def _prepare_devices(config: Config) -> None:
-    """Lets the CPU show as many devices as the mesh needs, unless the environment says how many."""
-    import jax
-
-    # Nodes that share two cores reach a reduction far apart; XLA's CPU backend ends the process after 40 s by default.
-    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"
-    patience += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=3600"
-    os.environ["XLA_FLAGS"] = f"{patience} {os.environ.get('XLA_FLAGS', '')}"
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if jax.config.jax_num_cpu_devices < 0 and not chosen:  # type: ignore[attr-defined]
-        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
-    check_devices(config.mesh, jax.device_count())
+    devices.prepare(config.mesh)
+    trainer.run(config, workdir)

@@ -73,7 +73,7 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
     "skipped": ("yellow", lambda step, fields: f"not finite: update skipped ({fields['in_a_row']} in a row)"),
 }
 """Style and line of the kinds of events that are more than their name and fields."""
-_UNPRINTED = {"basis_refresh"}
+_UNPRINTED = {"started", "basis_refresh"}
 """Regular events that are in the files alone."""
 
 

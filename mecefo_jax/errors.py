@@ -41,4 +41,3 @@ class PreemptedError(RunError):
     """The process was asked to stop (SIGTERM) and has saved its state."""
 
     exit_code = 75
-

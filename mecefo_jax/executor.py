@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
@@ -59,17 +59,20 @@ class Programs:
         self.add = NodeProgram(add, cluster.submeshes, donate=(0,))
         self.update = NodeProgram(apply, cluster.submeshes, donate=(0,))
         self.evaluate = NodeProgram(loss, cluster.submeshes)
-        self._reductions: dict[tuple[int, ...], Callable[[PyTree], PyTree]] = {}
 
     def reduce(self, own: Mapping[int, Flat]) -> dict[int, Flat]:
         """The total of the live sub-meshes' sums, as each of them holds it."""
         live, parts = tuple(own), list(own.values())
         mesh = live_mesh(self._cluster, live)
-        if live not in self._reductions:
-            self._reductions[live] = make_reduction([spec_of(leaf) for leaf in parts[0].leaves], mesh)
-        reduced = self._reductions[live](stack([part.leaves for part in parts], mesh))
+        specs = tuple(spec_of(leaf) for leaf in parts[0].leaves)
+        reduced = _reduction(mesh, specs)(stack([part.leaves for part in parts], mesh))
         shares = views(reduced, [self._cluster.submeshes[index] for index in live])
         return {index: Flat(leaves, parts[0].structure) for index, leaves in zip(live, shares, strict=True)}
+
+
+@functools.lru_cache(maxsize=64)
+def _reduction(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[PyTree], PyTree]:
+    return make_reduction(list(specs), mesh)
 
 
 @functools.lru_cache(maxsize=8)

@@ -66,7 +66,7 @@ def make_cluster(config: MeshConfig, devices: Sequence[jax.Device] | None = None
     Raises:
         ConfigError: more devices are needed than there are.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.local_devices() if devices is None else list(devices)
     check_devices(config, len(devices))
     shape = (config.submesh_count, config.fsdp, config.tensor)
     grid = np.array(devices[: int(np.prod(shape))]).reshape(shape)

@@ -31,6 +31,7 @@ from mecefo_jax.errors import ConfigError, DataError
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+_PLAN_EVENTS = ("failure", "recovery", "takeover")
 
 
 class RunLog:
@@ -76,7 +77,6 @@ class RunLog:
         self._tensorboard_enabled = tensorboard
         self._tensorboard: _TensorBoard | None = None
         self._resumed_step: int | None = None
-        self._unwritten_said = False
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs one row of metrics.
@@ -94,11 +94,11 @@ class RunLog:
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Logs one change: to ``events.jsonl`` with the time, and as a short line on the console.
 
-        ``resumed`` is special: it says from which step this attempt goes on, so that what earlier ones logged beyond
-        it no longer counts. ``console.py`` lists the kinds that have a line of their own.
+        ``started`` (at step 0) and ``resumed`` are special: they say from which step this attempt goes on, so that what
+        earlier ones logged beyond it no longer counts. ``console.py`` lists the kinds that have a line of their own.
         """
         plain = {name: _plain(value) for name, value in fields.items()}
-        if kind == "resumed":
+        if kind in ("started", "resumed"):
             self._resumed_step = int(step)
         row = {"step": int(step), "attempt": self.attempt, "kind": kind, "time": round(time.time(), 3), **plain}
         self._append(self._events, row)
@@ -135,9 +135,9 @@ class RunLog:
 
     def _append(self, file: "_JsonLines", row: dict[str, Any]) -> None:
         problem = file.append(json.dumps(_finite(row)))
-        if problem is not None and not self._unwritten_said:
+        if problem is not None and not file.problem_said:
             self._console.warning(f"{file.path} cannot be written ({problem}); its rows are kept in memory")
-        self._unwritten_said = problem is not None
+        file.problem_said = problem is not None
 
     def _write_tensorboard(self, step: int, values: Mapping[str, Any]) -> None:
         if not self._tensorboard_enabled:
@@ -184,6 +184,7 @@ class _JsonLines:
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
+        self.problem_said = False
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._unwritten = b""
         self._drop_cut_line()
@@ -249,12 +250,17 @@ def _surviving(path: pathlib.Path) -> list[dict[str, Any]]:
     rows = _read_lines(path)
     starts: dict[int, int] = {}
     for event in _read_lines(path.with_name(EVENTS_FILE)) if path.with_name(EVENTS_FILE).exists() else []:
-        if event.get("kind") == "resumed":
+        if event.get("kind") in ("started", "resumed"):
             starts[event["attempt"]] = event["step"] + 1
     for row in rows:
         if row["attempt"] not in starts:
             starts[row["attempt"]] = row["step"]
-    return [row for row in rows if all(row["step"] < start for a, start in starts.items() if a > row["attempt"])]
+    return [row for row in rows if all(_update_of(row) < start for a, start in starts.items() if a > row["attempt"])]
+
+
+def _update_of(row: Mapping[str, Any]) -> int:
+    """The update that a row belongs to: for an event of the plan of step s that is update ``s + 1``."""
+    return row["step"] + (row.get("kind") in _PLAN_EVENTS)
 
 
 def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
-from jaxlib import xla_client
 from jaxtyping import PyTree
 
 from mecefo_jax.mesh import shardings
@@ -95,9 +94,19 @@ def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -
     """The executable of ``source`` for the devices of ``target``, or None where the backend cannot do that.
 
     JAX serializes executables but loads them for the devices they were compiled for alone. Its format names devices by
-    id through pickle's persistent ids, so this reads it with the target's devices in their places. The client's
-    ``deserialize_executable`` and the options' device assignment are not public API: this function is the only user.
+    id through pickle's persistent ids, so this reads it with the target's devices in their places. What it uses of
+    jaxlib (the options' device assignment, ``deserialize_executable``) and the constructor of ``Compiled`` are not
+    public API; they are used here alone.
     """
+    try:
+        return _moved(compiled, source, target)
+    except (ImportError, AttributeError, TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _moved(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled:
+    from jaxlib import xla_client
+
     pairs = dict(zip((d.id for d in source.devices.flat), target.devices.flat, strict=True))
     client = target.devices.flat[0].client
     options = xla_client.CompileOptions()
@@ -113,9 +122,6 @@ def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -
                 return client.deserialize_executable(content[0], executable_devices=devices, compile_options=options)
             return client if kind == "client" else pairs[content[0]]
 
-    try:
-        serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
-        unloaded, args_info, no_kwargs = Unpickler(io.BytesIO(serialized)).load()
-        return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
-    except (AttributeError, TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None
+    serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
+    unloaded, args_info, no_kwargs = Unpickler(io.BytesIO(serialized)).load()
+    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)

@@ -1,5 +1,6 @@
 """Speed of a run: throughput of committed tokens, model FLOP utilization, and XLA compilations."""
 
+import functools
 import time
 
 import jax
@@ -7,11 +8,13 @@ import jax
 # Dense bfloat16 peak, FLOP/s of one device, from the vendors' data sheets; the key is a part of ``device_kind``.
 _PEAK_FLOPS = {
     "H200": 989e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
     "TPU v6": 918e12,
     "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
     "TPU v4": 275e12,
 }
 
@@ -19,6 +22,12 @@ _PEAK_FLOPS = {
 def peak_flops(device: jax.Device) -> float | None:
     """Peak bfloat16 FLOP/s of a device; None where it is not known."""
     return next((peak for kind, peak in _PEAK_FLOPS.items() if kind in device.device_kind), None)
+
+
+@functools.cache
+def compilation_counter() -> "CompilationCounter":
+    """The one counter of this process."""
+    return CompilationCounter()
 
 
 class CompilationCounter:

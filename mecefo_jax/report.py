@@ -1,12 +1,14 @@
 """The picture of a run: loss, live nodes, degraded share and critical load over the steps, in one figure.
 
 Reads the run directory alone (``metrics.jsonl``, ``events.jsonl``, ``config.json``, ``summary.json``), so it can be
-drawn at any time, also of a run that is still going or has crashed.
+drawn at any time, also of a run that is still going or has crashed: ``python -m mecefo_jax.report DIR``.
 """
 
+import argparse
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -262,3 +264,19 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the report of a run directory; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mecefo_jax.report", description="Draws report.png of a run.")
+    parser.add_argument("workdir", help="run directory")
+    try:
+        print(write_report(parser.parse_args(argv).workdir))
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

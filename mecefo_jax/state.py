@@ -16,6 +16,7 @@ from mecefo_jax.model import Model, init_model
 from mecefo_jax.optimizer import make_optimizer
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
     """A pytree; each node holds one, sharded over its own devices, equal on all of them."""
@@ -30,11 +31,6 @@ class TrainState:
     """Updates skipped because the loss or a gradient was not finite."""
     skipped_in_a_row: Int[Array, ""]
     """The last of them, without an applied update in between."""
-
-
-jax.tree_util.register_dataclass(
-    TrainState, data_fields=[field.name for field in dataclasses.fields(TrainState)], meta_fields=[]
-)
 
 
 def init_state(config: Config, vocab_size: int) -> TrainState:

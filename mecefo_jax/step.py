@@ -32,6 +32,7 @@ from mecefo_jax.optimizer import (
 from mecefo_jax.state import TrainState
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NodeBatch:
     """What a node computes in a step: exact microbatches first, then degraded ones, then unused slots."""
@@ -43,6 +44,7 @@ class NodeBatch:
     num_degraded: Int[Array, ""]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """Sums over microbatches; sums of nodes add up to those of the step."""
@@ -59,6 +61,7 @@ class Sums:
     """Tokens of the microbatches whose attention gradient in layer l is exact (N_l)."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
     """What one update reports, equal on all nodes."""
@@ -75,11 +78,6 @@ class StepMetrics:
     bases_kept: Int[Array, ""]
     """Bases that a refresh left as they were, since the new ones were not finite, so far."""
 
-
-for _cls in (NodeBatch, Sums, StepMetrics):
-    jax.tree_util.register_dataclass(
-        _cls, data_fields=[field.name for field in dataclasses.fields(_cls)], meta_fields=[]
-    )
 
 LayerMasks = Literal["all", "by_layer"]
 """Degraded microbatches are degraded in all layers, known when compiling; or in those that ``degraded_SL`` says."""

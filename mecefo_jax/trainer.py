@@ -15,9 +15,9 @@ import numpy as np
 
 from mecefo_jax.checkpoint import Checkpointer
 from mecefo_jax.config import Config, check_vocab_size
-from mecefo_jax.config_file import from_dict, to_dict
+from mecefo_jax.config_file import from_dict, save_config, to_dict
 from mecefo_jax.data import PreparedData, Sampler, check_vocabulary, evaluation_microbatches, prepare
-from mecefo_jax.errors import ConfigError, NonFiniteError, PreemptedError, TooFewLiveNodesError
+from mecefo_jax.errors import ConfigError, DataError, NonFiniteError, PreemptedError, TooFewLiveNodesError
 from mecefo_jax.executor import Executor
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.identity import check_identity
@@ -25,7 +25,7 @@ from mecefo_jax.locking import locked
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.optimizer import learning_rate_schedule
-from mecefo_jax.performance import CompilationCounter, Throughput, peak_flops
+from mecefo_jax.performance import Throughput, compilation_counter, peak_flops
 from mecefo_jax.progress import Progress
 from mecefo_jax.report import write_report
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
@@ -41,6 +41,8 @@ class _Dispatched:
     step: int
     plan: Plan
     metrics: StepMetrics
+    failures: int
+    """Failures of the run up to and including this step."""
 
 
 def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
@@ -66,7 +68,10 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
         RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
         _preemption_requests() as preempted,
     ):
-        return Trainer(config, workdir, prepared, vocab_size, log).run(preempted)
+        trainer = Trainer(config, workdir, prepared, vocab_size, log)
+        save_config(config, workdir / "config.json")
+        with contextlib.closing(trainer):
+            return trainer.run(preempted)
 
 
 class Trainer:
@@ -75,7 +80,7 @@ class Trainer:
     def __init__(self, config: Config, workdir: pathlib.Path, prepared: PreparedData, vocab_size: int, log: RunLog):
         """Set everything up and restore the newest checkpoint, if there is one."""
         self._config, self._workdir, self._log = config, workdir, log
-        self._compilations = CompilationCounter()
+        self._compilations, self._compilations_before = compilation_counter(), compilation_counter().count
         self._identity = to_dict(config)
         self._identity["model"] |= {"vocab_size": vocab_size}
         self._identity["data"] |= {"fingerprint": prepared.fingerprint}
@@ -90,6 +95,8 @@ class Trainer:
         )
         self._sampler.require_enough(train.steps)
         self._held_out = evaluation_microbatches(prepared.validation, train.microbatch_size, config.eval.batches)
+        if config.eval.every and not len(self._held_out):
+            log.event("not_evaluated", 0, reason="no held-out text")
         self._faults = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=train.seed)
         self._degraded_cost = _degraded_cost(config, vocab_size)
 
@@ -107,6 +114,7 @@ class Trainer:
         self._executor = Executor(config, cluster, state)
         self._throughput = self._new_throughput(vocab_size)
         self._pending: _Dispatched | None = None
+        self._saved_step: int | None = None
         self._model_compilations_of_first_step: int | None = None
 
     def run(self, preempted: Mapping[str, bool]) -> dict[str, Any]:
@@ -119,7 +127,7 @@ class Trainer:
         for step in range(self._done, config.train.steps):
             self._train(step)
             self.progress.wall_time_s = earlier_s + time.perf_counter() - started
-            if preempted["requested"]:
+            if preempted["requested"] and self._done < config.train.steps:
                 self._save_and_wait()
                 raise PreemptedError(f"stopped by SIGTERM after step {self._done}; the same command resumes there")
         self._flush()
@@ -129,9 +137,15 @@ class Trainer:
             self._save_and_wait()
         summary = self._summary(final_eval)
         self._log.summary(summary)
-        self._checkpoints.close()
-        write_report(self._workdir)
+        try:
+            write_report(self._workdir)
+        except DataError as error:  # the run itself is done
+            self._log.event("report_failed", self._done, reason=str(error))
         return summary
+
+    def close(self) -> None:
+        """Wait for the save under way, if there is one."""
+        self._checkpoints.close()
 
     def _train(self, step: int) -> None:
         """Dispatch one step, then see to the one before it while the devices work."""
@@ -139,7 +153,7 @@ class Trainer:
         metrics = self._executor.train_step(step, plan, self._sampler.microbatch)
         if self._model_compilations_of_first_step is None:
             self._model_compilations_of_first_step = self._executor.model_compilations
-        previous, self._pending = self._pending, _Dispatched(step, plan, metrics)
+        previous, self._pending = self._pending, _Dispatched(step, plan, metrics, self.progress.failures)
         if previous is not None:
             self._commit(previous)
         self._done = done = step + 1
@@ -186,7 +200,10 @@ class Trainer:
         by_stage = self._config.faults.granularity == "stage"
         for kind, changed_NS in (("failure", before_NS & ~plan.live_NS), ("recovery", plan.live_NS & ~before_NS)):
             for node, stage in np.argwhere(changed_NS):
-                self._log.event(kind, step, node=int(node), **({"stage": int(stage)} if by_stage else {}))
+                where = {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
+                if kind == "failure":
+                    where["covered_by"] = plan.assignees_of(int(node), int(stage)).tolist()
+                self._log.event(kind, step, **where)
         self.progress.failures += int((before_NS & ~plan.live_NS).sum())
         self.progress.recoveries += int((plan.live_NS & ~before_NS).sum())
         self._log.event(
@@ -224,11 +241,11 @@ class Trainer:
                 "train/grad_norm": metrics.grad_norm,
                 "train/learning_rate": metrics.learning_rate,
                 "train/skipped_steps": metrics.skipped,
-                "perf/compilations": self._compilations.count,
+                "perf/compilations": self._compilations.count - self._compilations_before,
                 "ft/live_nodes": int(plan.live_NS.any(axis=1).sum()),
                 "ft/degraded_token_fraction": degraded_tokens / max(tokens, 1),
                 "ft/critical_load": critical_load,
-                "ft/failures_total": self.progress.failures,
+                "ft/failures_total": dispatched.failures,
             }
             self._log.scalars(done, row | self._throughput.read())
         limit = self._config.train.max_skipped_in_a_row
@@ -263,9 +280,12 @@ class Trainer:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     def _save(self) -> None:
+        if self._saved_step == self._done:
+            return
         self._flush()
         metadata = {"step": self._done, "config": self._identity, "progress": dataclasses.asdict(self.progress)}
         self._checkpoints.save(self._done, self._executor.state, metadata)
+        self._saved_step = self._done
         if self._config.checkpoint.required:
             self._checkpoints.wait()
 
@@ -284,6 +304,7 @@ class Trainer:
 
         restored = self._checkpoints.restore(abstract_state(self._config, vocab_size, mesh), validate=validate)
         if restored is None:
+            self._log.event("started", 0)
             return None
         step, state, metadata = restored
         self.progress = Progress(**metadata["progress"])

@@ -11,8 +11,7 @@ import pytest
 
 import mecefo_jax
 from mecefo_jax import cli, errors
-from mecefo_jax.config import Config
-from mecefo_jax.config_file import fields, read_config, save_config
+from mecefo_jax.config_file import fields
 from mecefo_jax.config_help import field_documentation
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -35,7 +34,7 @@ def fake_trainer(monkeypatch):
     trainer.calls, trainer.outcome = [], None
 
     def run(config, workdir):
-        trainer.calls.append((config, workdir, read_config(workdir / "config.json")))
+        trainer.calls.append((config, workdir))
         if trainer.outcome is not None:
             raise trainer.outcome
         return {}
@@ -179,10 +178,9 @@ def test_help_starts_no_jax():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_run_saves_its_config_first_and_returns_0(fake_trainer, tmp_path):
+def test_run_hands_config_and_directory_to_the_trainer_and_returns_0(fake_trainer, tmp_path):
     assert cli.main(["quickstart", "--workdir", str(tmp_path / "run"), "--train.steps", "3"]) == 0
-    ((config, workdir, saved),) = fake_trainer.calls
-    assert config == saved == read_config(tmp_path / "run" / "config.json")
+    ((config, workdir),) = fake_trainer.calls
     assert (config.train.steps, workdir) == (3, tmp_path / "run")
 
 
@@ -213,17 +211,6 @@ def test_defect_keeps_its_traceback(fake_trainer, tmp_path):
     fake_trainer.outcome = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         cli.main(["quickstart", "--workdir", str(tmp_path)])
-
-
-def test_refused_config_leaves_the_saved_one(fake_trainer, tmp_path):
-    path = tmp_path / "config.json"
-    save_config(Config(name="before"), path)
-    fake_trainer.outcome = errors.ConfigError("model.hidden_size differs from the checkpoint's")
-    assert cli.main(["quickstart", "--workdir", str(tmp_path)]) == 2
-    assert read_config(path).name == "before"
-    path.unlink()
-    assert cli.main(["quickstart", "--workdir", str(tmp_path)]) == 2
-    assert not path.exists()
 
 
 def test_more_nodes_than_devices_are_refused_before_anything_is_written(fake_trainer, tmp_path, capsys):

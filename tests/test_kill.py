@@ -29,7 +29,7 @@ from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import read_events, read_rows
 from mecefo_jax.state import abstract_state
 
-STEPS = 80
+STEPS = 120
 
 
 @pytest.fixture
@@ -54,15 +54,24 @@ def start(config_path: pathlib.Path, workdir: pathlib.Path, records: pathlib.Pat
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def kill_at_a_random_moment(process: subprocess.Popen, workdir: pathlib.Path, first_step: int) -> None:
-    """SIGKILL after a random step of those left, at a random time within it."""
-    target, metrics = random.randint(first_step + 1, first_step + 30), workdir / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < target:
-        assert process.poll() is None, process.stdout.read().decode()
-        time.sleep(0.01)
-    time.sleep(random.uniform(0, 0.1))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+def kill_at_a_random_moment(process: subprocess.Popen, workdir: pathlib.Path, rng: random.Random) -> None:
+    """SIGKILL at a random time after a checkpoint newer than those the process has found is complete."""
+    found = checkpoints(workdir)
+    try:
+        while checkpoints(workdir) <= found:
+            assert process.poll() is None, process.stdout.read().decode()
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+def checkpoints(workdir: pathlib.Path) -> set[int]:
+    """Steps with a complete checkpoint, of all that were ever seen (older ones are deleted)."""
+    names = [path.name for path in (workdir / "checkpoints").glob("*")] if (workdir / "checkpoints").exists() else []
+    newest = max((int(name) for name in names if name.isdecimal()), default=0)
+    return set(range(newest + 1)) - {0}
 
 
 def committed_records(path: pathlib.Path) -> dict[tuple[int, int], list[int]]:
@@ -86,8 +95,11 @@ def test_killed_twice_ends_bit_equal_with_the_same_records(config, tmp_path):
     assert undisturbed.returncode == 0, output.decode()
 
     arguments = (config_path, tmp_path / "cut", tmp_path / "cut.jsonl")
-    for generation in range(2):
-        kill_at_a_random_moment(start(*arguments), tmp_path / "cut", first_step=generation * 35)
+    seed = time.time_ns()
+    print(f"seed of the random moments: {seed}")
+    rng = random.Random(seed)
+    for _ in range(2):
+        kill_at_a_random_moment(start(*arguments), tmp_path / "cut", rng)
     last = start(*arguments)
     output, _ = last.communicate()
     assert last.returncode == 0, output.decode()

@@ -23,6 +23,7 @@ from mecefo_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from mecefo_jax.config_file import read_config
 from mecefo_jax.data import Sampler
 from mecefo_jax.errors import (
     CheckpointError,
@@ -39,6 +40,7 @@ from mecefo_jax.state import abstract_state
 
 STEPS, SEQ, MICROBATCHES = 12, 16, 24
 BYTE_VOCABULARY = 258
+PLAN_EVENTS = ("failure", "recovery", "takeover")
 SCRIPT = "fail 1 at 2, back at 5; fail 2 at 3, back at 8; fail 3 at 9"
 
 
@@ -138,7 +140,15 @@ def test_a_run_through_failures_leaves_a_complete_record(config, tmp_path):
     }
     assert expected <= rows[0].keys()
     assert {"eval/loss", "eval/perplexity"} <= rows[5].keys() & rows[-1].keys()
-    kinds = [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
+    assert [row["ft/failures_total"] for row in rows] == [0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
+    assert read_config(tmp_path / "config.json") == config
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(e["step"], e["node"], e["covered_by"]) for e in events if e["kind"] == "failure"] == [
+        (2, 1, [2]),
+        (3, 2, [3]),
+        (9, 3, [0]),
+    ]
+    kinds = [event["kind"] for event in events]
     assert [kinds.count(kind) for kind in ("failure", "recovery", "saved", "basis_refresh")] == [3, 2, 3, 3]
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [4, 8, 12]
     assert (tmp_path / "report.png").read_bytes()[1:4] == b"PNG"
@@ -158,7 +168,7 @@ def test_reroute_follows_the_failure_free_run_and_neighbor_starts_from_its_loss(
     assert losses(tmp_path / "neighbor")[0] == pytest.approx(expected[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("stop", [4, 6], ids=["at_a_refresh", "between_two"])
+@pytest.mark.parametrize("stop", [8, 6], ids=["at_a_refresh_and_a_recovery", "between_two"])
 def test_a_preempted_run_ends_bit_equal(config, tmp_path, monkeypatch, stop):
     config = changed(config, basis={"refresh_every": 4, "source": "momentum"}, checkpoint={"every": 0})
     trainer.run(config, tmp_path / "whole")
@@ -171,6 +181,11 @@ def test_a_preempted_run_ends_bit_equal(config, tmp_path, monkeypatch, stop):
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     for name in whole.keys() - {"wall_time_s"}:
         assert summary[name] == whole[name], name
+    changes = [
+        [(e["kind"], e["step"]) for e in read_events(tmp_path / run / "events.jsonl") if e["kind"] in PLAN_EVENTS]
+        for run in ("whole", "cut")
+    ]
+    assert changes[0] == changes[1]
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 8])
@@ -229,6 +244,7 @@ def test_another_identity_is_refused_and_another_schedule_warned_of(config, tmp_
     ):
         with pytest.raises(ConfigError, match=name):
             trainer.run(other, tmp_path)
+    assert read_config(tmp_path / "config.json") == config
     trainer.run(changed(config, optim={"learning_rate": 1e-3}), tmp_path)
     changes = [e["change"] for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "config_changed"]
     assert any("0.003" in change and "0.001" in change for change in changes)

@@ -126,7 +126,7 @@ def content_hashes(paths: Sequence[pathlib.Path], cache: pathlib.Path) -> list[s
 def _read_cache(cache: pathlib.Path) -> dict[str, Any]:
     try:
         remembered = json.loads(cache.read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
     return remembered if isinstance(remembered, dict) else {}
 

@@ -7,6 +7,8 @@ an ``[in, out]`` temporary and its product for each microbatch.
 Legend: B batch, T time, D a linear's input size, F its output size, R rank.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -32,7 +34,8 @@ def low_rank_linear(
 
     Returns:
         ``x W``. ``dL/dx = g W^T`` is exact. Only ``x V`` is stored for the backward pass, not ``x``. The error of the
-        weight gradient is ``(I - V V^T) x^T g``; it vanishes for ``R = D``.
+        weight gradient is ``(I - V V^T) x^T g``; it vanishes for ``R = D``. With bfloat16 inputs ``V`` is rounded to
+        bfloat16 (2^-9 of each entry) where it multiplies ``x``.
     """
     del v_DR, c_RF
     return linear(x_BTD, w_DF)
@@ -78,4 +81,4 @@ def zero_coordinates(params: PyTree, bases: PyTree) -> PyTree:
 
 def expand(bases: PyTree, coordinates: PyTree) -> PyTree:
     """Weight gradients ``V c`` from gradients in coordinates, leaf by leaf."""
-    return jax.tree.map(jnp.matmul, bases, coordinates)
+    return jax.tree.map(functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST), bases, coordinates)

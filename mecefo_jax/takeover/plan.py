@@ -106,6 +106,11 @@ class Plan:
         degraded = self.any_degraded_M[ids]
         return ids[~degraded], ids[degraded]
 
+    def assignees_of(self, node: int, stage: int) -> Int[np.ndarray, " K"]:
+        """Nodes that compute a stage of a node's microbatches, maybe itself; none if they are dropped."""
+        assignees = np.unique(self.assignee_MS[self.home_M == node, stage])
+        return assignees[assignees >= 0]
+
     def load_NS(self, degraded_cost: float) -> Float[np.ndarray, "N S"]:
         """Work of each unit, 1.0 being its healthy step.
 
