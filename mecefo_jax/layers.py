@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Attention on CPU is fastest in blocks of 64 queries, with 128 tokens and with 256. Each further block saves less work and
-# costs time to compile.
+# Attention on CPU is fastest in blocks of 64 queries, with 128 tokens and with 256. Each further block saves less work
+# and costs time to compile.
 _SMALLEST_BLOCK, _MOST_BLOCKS = 64, 4
 
 # For element-wise work: its inputs are stored for the backward pass, and the rest is repeated, which costs less than to
