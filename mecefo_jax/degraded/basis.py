@@ -171,14 +171,24 @@ def _refresh(bases: PyTree, sources: PyTree, method: Method, num_iterations: int
     """New bases of all kernels, and the number of matrices that were not finite and kept theirs."""
     old, treedef = jax.tree.flatten(bases)
     matrices = jax.tree.leaves(_map_kernels(lambda v, w: None if v is None else w, bases, sources))
-    refreshed = [_refresh_kernel(w, v, method, num_iterations) for w, v in zip(matrices, old, strict=True)]
+    refreshed = [_refresh_kernel(w_DF, v_DR, method, num_iterations) for w_DF, v_DR in zip(matrices, old, strict=True)]
     return jax.tree.unflatten(treedef, [v for v, _ in refreshed]), sum((kept for _, kept in refreshed), jnp.int32(0))
 
 
 def _refresh_kernel(
     w_DF: Float[Array, "*layers D F"], v_DR: Float[Array, "*layers D R"], method: Method, num_iterations: int
 ) -> tuple[Float[Array, "*layers D R"], Int[Array, ""]]:
-    """The new basis of each matrix where it is finite and the matrix is not zero, else the old one."""
+    """The new basis of each matrix of a kernel, and how many of them were not finite and kept theirs."""
+    layers = v_DR.shape[:-2]
+    flat = (w_DF.reshape(-1, *w_DF.shape[-2:]), v_DR.reshape(-1, *v_DR.shape[-2:]))
+    new_DR, kept = _one_by_one(lambda pair: _refresh_matrix(pair[0], pair[1], method, num_iterations), flat)
+    return new_DR.reshape(*layers, *v_DR.shape[-2:]), jnp.sum(kept, dtype=jnp.int32)
+
+
+def _refresh_matrix(
+    w_DF: Float[Array, "D F"], v_DR: Float[Array, "D R"], method: Method, num_iterations: int
+) -> tuple[Float[Array, "D R"], Int[Array, ""]]:
+    """The new basis where it is finite and the matrix is not zero, else the old one."""
     w_DF = w_DF.astype(jnp.float32)
     largest = _largest_magnitude(w_DF)
     if method == "svd":
@@ -186,9 +196,18 @@ def _refresh_kernel(
         new_DR = top_left_singular_vectors(jnp.where(jnp.isfinite(largest), w_DF, 0.0), v_DR.shape[-1])
     else:
         new_DR = subspace_iteration(w_DF, v_DR, num_iterations)
-    is_finite = jnp.isfinite(largest) & jnp.isfinite(new_DR).all(axis=(-2, -1), keepdims=True)
+    is_finite = jnp.isfinite(largest) & jnp.isfinite(new_DR).all(keepdims=True)
     is_nonzero = largest >= jnp.finfo(jnp.float32).tiny  # accelerators flush what is smaller to zero
     return jnp.where(is_finite & is_nonzero, new_DR, v_DR), jnp.sum(~is_finite, dtype=jnp.int32)
+
+
+def _one_by_one(function: Callable[[Any], Any], stacked: Any) -> Any:
+    """Map over the leading axis without batching.
+
+    XLA's CPU backend spreads a batched QR or SVD over the threads that it runs on. Where several devices of a process
+    refresh at once, all of these threads wait for each other (jaxlib 0.10.2), for ever.
+    """
+    return jax.lax.map(function, stacked)
 
 
 def _largest_magnitude(w_DF: Float[Array, "*layers D F"]) -> Float[Array, "*layers 1 1"]:
@@ -207,7 +226,8 @@ def _random_bases(params: PyTree, ffn_mask: PyTree | Callable[[PyTree], PyTree],
             raise ConfigError(f"ffn_mask marks {where} of shape {leaf.shape}: mark kernels [..., in, out] only")
         *layers, size, _ = leaf.shape
         gaussian = jax.random.normal(jax.random.key(0), (*layers, size, min(rank, size)), jnp.float32)
-        return jnp.linalg.qr(gaussian).Q
+        bases = _one_by_one(lambda matrix: jnp.linalg.qr(matrix).Q, gaussian.reshape(-1, *gaussian.shape[-2:]))
+        return bases.reshape(gaussian.shape)
 
     if not jax.tree.leaves(params):  # as when optax looks for the places of parameters in the state
         return params
