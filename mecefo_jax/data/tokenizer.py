@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -114,12 +115,26 @@ class HuggingFaceTokenizer:
         return max(self._model.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
-        """Return the ids of a text, without the special tokens that the file's post-processor may add."""
-        return np.asarray(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        """Return the ids of a text, without the special tokens that the file's post-processor may add.
+
+        Raises:
+          DataError: the text holds what the vocabulary lacks, and the vocabulary has no token that stands for it.
+        """
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " T"]]:
-        """Return the ids of each text, computed in parallel."""
-        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the ids of each text, computed in parallel.
+
+        Raises:
+          DataError: as ``encode``.
+        """
+        try:
+            encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception for whatever goes wrong
+            raise DataError(
+                f"data.tokenizer: {self.name} cannot encode the text ({error}); set a tokenizer that covers it, such "
+                "as --data.tokenizer bpe"
+            ) from error
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -149,18 +164,19 @@ def read_tokenizer(path: str) -> HuggingFaceTokenizer:
       path: value of ``data.tokenizer``.
 
     Raises:
-      ConfigError: there is no such file, or neither BOS nor EOS can be told.
-      DataError: the file is not a tokenizer.
+      ConfigError: there is no such file, it cannot be read, or neither BOS nor EOS can be told.
+      DataError: the file, or the one beside it, is not what its name says.
     """
-    file = pathlib.Path(path).expanduser()
-    file = file / _FILE_NAME if file.is_dir() else file
-    if not file.is_file():
-        raise ConfigError(f"data.tokenizer: {path!r} is neither bytes nor bpe nor a tokenizer.json; set one of these")
+    expanded = os.path.expanduser(path)
+    file = pathlib.Path(expanded, _FILE_NAME) if os.path.isdir(expanded) else pathlib.Path(expanded)
     try:
         content = file.read_text(encoding="utf-8")
         model = tokenizers.Tokenizer.from_str(content)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
+        raise ConfigError(
+            f"data.tokenizer: {path!r} is neither bytes nor bpe nor a tokenizer.json that can be read "
+            f"({error.strerror or error}); set one of these"
+        ) from error
     except Exception as error:  # the library raises plain Exception for a malformed file
         raise DataError(f"{file}: not a Hugging Face tokenizer ({error})") from error
     declared = _declared_tokens(file.with_name("tokenizer_config.json"))
@@ -226,12 +242,14 @@ def load_tokenizer(saved: dict[str, Any], folder: pathlib.Path) -> Tokenizer:
 
 def _declared_tokens(file: pathlib.Path) -> dict[str, str]:
     """Return the special tokens that a tokenizer_config.json names (as a string, or as an object with "content")."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{file}: not a JSON object; correct it, or take it away to have BOS and EOS found by name")
     declared = {}
     for role in ("bos_token", "eos_token"):
         token = config.get(role)

@@ -114,6 +114,44 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: pathlib.Path) -> None:
             read_tokenizer(str(path))
 
 
+@pytest.mark.parametrize("path", ["a" * 300, "~no-such-user/tokenizer.json", "tokenizer.json/tokenizer.json", "a\nb"])
+def test_a_path_that_cannot_be_opened_is_a_wrong_setting(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"^data.tokenizer: '.* nor a tokenizer.json that can be read \(.*set one of"):
+        read_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "7", '"bos_token"', "[" * 100_000, "{", "\xff"])
+def test_a_malformed_tokenizer_config_is_named(tmp_path: pathlib.Path, content: str) -> None:
+    path = word_level(tmp_path, {"<unk>": 0, "<s>": 1})
+    (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(DataError, match=f"^{tmp_path}/tokenizer_config.json: (not a JSON object|cannot be read)"):
+        read_tokenizer(str(path))
+
+
+NO_UNKNOWN = {
+    "word level": tokenizers.models.WordLevel({"<s>": 0, "a": 1}, unk_token="<unk>"),
+    "word piece": tokenizers.models.WordPiece({"<s>": 0, "a": 1}, unk_token="<unk>"),
+    "bpe": tokenizers.models.BPE({"<s>": 0, "a": 1}, [], unk_token="<unk>"),
+    "unigram": tokenizers.models.Unigram([("<s>", 0.0), ("a", -1.0)], None, False),
+}
+
+
+@pytest.mark.parametrize("kind", NO_UNKNOWN)
+def test_a_tokenizer_that_cannot_encode_the_text_is_named(tmp_path: pathlib.Path, kind: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(NO_UNKNOWN[kind]).save(str(path))
+    tokenizer = read_tokenizer(str(path))
+    np.testing.assert_array_equal(tokenizer.encode("a"), [1])
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with pytest.raises(DataError, match=f"^data.tokenizer: {path} cannot encode the text .*(?i:unk)") as caught:
+            encode("zebra")
+        assert "\n" not in str(caught.value)
+
+
 def test_a_saved_tokenizer_is_loaded_or_refused(tmp_path: pathlib.Path, bpe: HuggingFaceTokenizer) -> None:
     saved = json.loads(json.dumps(bpe.save(tmp_path)))
     assert load_tokenizer(saved, tmp_path) == bpe
