@@ -28,6 +28,7 @@ from mecefo_jax.data.files import files_source
 from mecefo_jax.data.packing import join_documents
 from mecefo_jax.data.prepared import META_NAME, Log, PreparedData, open_prepared
 from mecefo_jax.data.records import RecordWriter
+from mecefo_jax.data.recovery import recovered_share
 from mecefo_jax.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -38,7 +39,7 @@ from mecefo_jax.data.tokenizer import (
 from mecefo_jax.errors import DataError
 from mecefo_jax.locking import locked
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of what the folder holds; a change of the code that alters it must raise this."""
 _DOCUMENT_POLICY = "bos before each document, no eos"
 _BATCH_CHARACTERS = 2**22
@@ -193,11 +194,15 @@ def _write_records(
     rejects = docs.Rejects(config.skip_invalid)
     empty = 0
     first: np.ndarray | None = None
+    recovered = 1.0
     documents = docs.split_documents(source, hold_out, config.validation_fraction, rejects)
     for batch in docs.batches(documents, _BATCH_CHARACTERS):
         kept = [document for document in batch if document.text]
         empty += len(batch) - len(kept)
-        encoded = tokenizer.encode_batch([document.text for document in kept])
+        texts = [document.text for document in kept]
+        if first is None:
+            recovered = recovered_share(tokenizer, texts)
+        encoded = tokenizer.encode_batch(texts)
         if first is None and encoded:
             first = join_documents([encoded[0][:_FIRST_TOKENS]], tokenizer.bos_id)[:_FIRST_TOKENS]
         for split, writer in writers.items():
@@ -227,6 +232,7 @@ def _write_records(
             "skipped": rejects.count,
             "skipped_examples": rejects.examples,
             "empty_documents": empty,
+            "recovered": recovered,
             "first_tokens": first.tolist(),
         },
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from mecefo_jax.data.documents import Rejects
 from mecefo_jax.data.records import RecordFile, Records
+from mecefo_jax.data.recovery import EXPECTED
 from mecefo_jax.data.tokenizer import Tokenizer, load_tokenizer
 from mecefo_jax.errors import ConfigError, DataError
 
@@ -29,7 +30,8 @@ class PreparedData:
       fingerprint: hash of everything that decides the tokens.
       tokenizer: turns ids into text and back.
       info: JSON-able facts for logs: paths, documents, tokens and sequences of each split, skipped records, how
-        documents were held out, the first tokens of the first document.
+        documents were held out, the share of the text that the tokenizer gives back, the first tokens of the first
+        document.
     """
 
     train: Records
@@ -121,5 +123,10 @@ def _log_facts(prepared: PreparedData, log: Log) -> None:
         log("Too few documents to hold whole ones out: the last part of each is held out instead")
     if info["skipped"]:
         log(f"Skipped {info['skipped']} invalid records, such as {': '.join(info['skipped_examples'][0])}")
+    if info["recovered"] < EXPECTED:
+        log(
+            f"Warning: the tokenizer {prepared.tokenizer.name} knows only {info['recovered']:.0%} of the text, and "
+            "the rest is lost; set --data.tokenizer to one that covers it"
+        )
     first = info["first_tokens"]
     log(f"First document begins with tokens {first}: {prepared.tokenizer.decode(first)!r}")

@@ -47,6 +47,11 @@ class Tokenizer(Protocol):
         """Id at which generation ends."""
         ...
 
+    @property
+    def unknown_id(self) -> int | None:
+        """Id of whatever the vocabulary lacks; None if there is none."""
+        ...
+
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Return the ids of a text, without BOS and EOS."""
         ...
@@ -72,6 +77,7 @@ class ByteTokenizer:
     bos_id: int = 256
     eos_id: int = 257
     vocab_size: int = 258
+    unknown_id: int | None = None
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Return the bytes of a text."""
@@ -113,6 +119,13 @@ class HuggingFaceTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id: the ids of a vocabulary may have gaps."""
         return max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def unknown_id(self) -> int | None:
+        """Id of whatever the vocabulary lacks: Unigram models name it by id, the others by token."""
+        model = json.loads(self.content)["model"]
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._model.token_to_id(token)
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Return the ids of a text, without the special tokens that the file's post-processor may add.

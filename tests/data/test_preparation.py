@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import tokenizers
 
 from mecefo_jax.config import DataConfig
 from mecefo_jax.data import PAD, PreparedData, check_vocabulary, prepare
@@ -156,11 +157,33 @@ def test_no_text_at_all_is_refused(make_config: MakeConfig, tmp_path: pathlib.Pa
         quiet(make_config(files=(str(path),), skip_invalid=True))
 
 
+def test_a_tokenizer_that_loses_text_is_warned_of_each_time_or_refused(
+    make_config: MakeConfig, tmp_path: pathlib.Path
+) -> None:
+    path, text = tmp_path / "tokenizer.json", tmp_path / "a.txt"
+    tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0, "a": 1, "b": 2}, [])).save(str(path))
+    config = make_config(files=(str(text),), tokenizer=str(path))
+    text.write_text("aabx" * 100)
+    for _ in range(2):
+        lines: list[str] = []
+        assert prepare(config, progress=False, log=lines.append).info["recovered"] == pytest.approx(0.75)
+        assert any(str(path) in line and "knows only 75% of the text" in line for line in lines)
+    text.write_text("ab" * 100)
+    lines = []
+    assert prepare(config, progress=False, log=lines.append).info["recovered"] == 1.0
+    assert not any("knows only" in line for line in lines)
+    text.write_text("axyz" * 100)
+    with pytest.raises(DataError, match=f"{path} knows only 25% of the text"):
+        quiet(config)
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers(make_config: MakeConfig) -> None:
     prepared = quiet(make_config())
     check_vocabulary(prepared, 258)
     check_vocabulary(prepared, 1000)
-    with pytest.raises(ConfigError, match="model.vocab_size is 257 but the tokenizer bytes has 258 entries"):
+    with pytest.raises(
+        ConfigError, match="model.vocab_size is 257 .* bytes has 258 entries; set --model.vocab_size 258"
+    ):
         check_vocabulary(prepared, 257)
 
 
