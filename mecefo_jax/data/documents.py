@@ -65,6 +65,7 @@ class Source:
       size: position of the last document.
       has_splits: whether each document says which split it belongs to.
       documents: yields the documents; invalid records go to the given ``Rejects``.
+      held_out_paths: files that were named to be held out.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Source:
     size: int
     has_splits: bool
     documents: Callable[[Rejects], Iterator[Document]]
+    held_out_paths: tuple[str, ...] = ()
 
 
 def is_held_out(key: bytes, fraction: float) -> bool:

@@ -54,6 +54,7 @@ def files_source(config: DataConfig, hash_cache: pathlib.Path) -> Source:
         size=sum(path.stat().st_size for path, _ in files),
         has_splits=bool(validation),
         documents=lambda rejects: _documents(files, rejects),
+        held_out_paths=tuple(str(path) for path in validation),
     )
 
 
@@ -71,10 +72,9 @@ def expand(patterns: Sequence[str], field: str) -> list[pathlib.Path]:
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         names = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
-        paths = [pathlib.Path(name) for name in names]
-        if len(paths) == 1 and paths[0].is_dir():
+        if len(names) == 1 and os.path.isdir(names[0]):
             raise DataError(f"{field}: {pattern!r} is a folder; name its files, such as '{pattern.rstrip('/')}/*.txt'")
-        paths = [path for path in paths if path.is_file()]
+        paths = [pathlib.Path(name) for name in names if os.path.isfile(name)]
         if not paths:
             raise DataError(f"{field}: no file matches {pattern!r} (in {os.getcwd()})")
         for path in paths:

@@ -26,8 +26,8 @@ from mecefo_jax.config import DataConfig
 from mecefo_jax.data import documents as docs
 from mecefo_jax.data.files import files_source
 from mecefo_jax.data.packing import join_documents
-from mecefo_jax.data.prepared import META_NAME, Log, PreparedData, open_prepared
-from mecefo_jax.data.records import RecordWriter
+from mecefo_jax.data.prepared import META_NAME, Log, PreparedData, forgiving, open_prepared
+from mecefo_jax.data.records import SET_CACHE_DIR, RecordWriter
 from mecefo_jax.data.recovery import recovered_share
 from mecefo_jax.data.tokenizer import (
     ByteTokenizer,
@@ -56,14 +56,15 @@ def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> P
     Args:
       config: the data section.
       progress: whether to show a progress bar (on stderr, where that is a terminal).
-      log: called with each line worth logging.
+      log: called with each line worth logging, in ASCII; OSError and ValueError that it raises are ignored.
 
     Raises:
       ConfigError: the section contradicts itself or names no such tokenizer.
       DataError: text cannot be read, holds an invalid record, or is too short; the cache cannot be written; the
         prepared data is damaged.
     """
-    cache_dir = pathlib.Path(config.cache_dir).expanduser()
+    log = forgiving(log)
+    cache_dir = pathlib.Path(os.path.expanduser(config.cache_dir))
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         source = _open_source(config, cache_dir, progress)
@@ -76,7 +77,7 @@ def prepare(config: DataConfig, *, progress: bool = True, log: Log = print) -> P
                 if not folder.exists():
                     _prepare_folder(folder, config, source, fixed, identity, progress, log)
     except OSError as error:
-        raise DataError(f"data cannot be prepared in {cache_dir}: {error}; set --data.cache_dir") from error
+        raise DataError(f"data cannot be prepared in {cache_dir}: {error}; {SET_CACHE_DIR}") from error
     return open_prepared(folder, identity, skip_invalid=config.skip_invalid, log=log)
 
 
@@ -215,6 +216,11 @@ def _write_records(
         raise DataError(
             f"{source.name}: no text to train on ({rejects.count} records skipped as invalid, {empty} empty) "
             f"in {', '.join(source.paths[:3])}"
+        )
+    if source.held_out_paths and not files["validation"]:
+        raise DataError(
+            f"data.validation_files: no text in {', '.join(source.held_out_paths[:3])}; name files that hold some, or "
+            "none to have a part of data.files held out"
         )
     assert first is not None
     return {

@@ -1,5 +1,6 @@
 """Prepared data: a folder of packed records, its tokenizer, and ``meta.json``, which says what it was made from."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,6 +18,17 @@ META_NAME = "meta.json"
 
 Log = Callable[[str], None]
 """Takes a line worth logging."""
+
+
+def forgiving(log: Log) -> Log:
+    """Return a log that gets ASCII alone, other characters as escapes, and whose failures to write are ignored."""
+
+    def forgiving_log(line: str) -> None:
+        # A full disk or a closed pipe behind stdout must not cost the preparation: its result does not depend on it.
+        with contextlib.suppress(OSError, ValueError):
+            log(line.encode("ascii", "backslashreplace").decode())
+
+    return forgiving_log
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

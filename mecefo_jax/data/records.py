@@ -20,6 +20,8 @@ from jaxtyping import Int32
 from mecefo_jax.data.packing import Packer, pad_record
 from mecefo_jax.errors import DataError
 
+SET_CACHE_DIR = "set --data.cache_dir to a folder that can be written to, with room enough"
+"""What to do where prepared data cannot be written."""
 _RECORDS_PER_FILE = 2**20
 _IN_MEMORY_BYTES = 2**27
 
@@ -102,7 +104,8 @@ class RecordWriter:
             self._writer, self._open_records = None, 0
 
     def _unwritable(self, error: RuntimeError) -> DataError:
-        return DataError(f"{self._path()}: cannot be written ({' '.join(str(error).split())})")
+        reason = " ".join(str(error).split())
+        return DataError(f"{self._path()}: cannot be written ({reason}); {SET_CACHE_DIR}")
 
 
 class Records(Sequence[np.ndarray]):

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from mecefo_jax.data.documents import Source, is_held_out
+from mecefo_jax.data.records import SET_CACHE_DIR
 from mecefo_jax.data.tfds_text import documents_of
 from mecefo_jax.errors import DataError
 from mecefo_jax.locking import locked
@@ -71,7 +72,7 @@ def stdlib_source(cache_dir: pathlib.Path, validation_fraction: float, root: pat
       root: folder to read instead of the standard library.
 
     Raises:
-      DataError: the folder holds no Python source.
+      DataError: the folder holds no Python source, or a file of it cannot be read.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = source_files(root)
@@ -79,7 +80,10 @@ def stdlib_source(cache_dir: pathlib.Path, validation_fraction: float, root: pat
         raise DataError(f"{root}: no Python source files, which data.source builtin needs; set --data.source files")
     digest = hashlib.sha256()
     for path in paths:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}); set --data.source files") from error
         digest.update(b"%s\0%d\0" % (_key(root, path), len(content)))
         digest.update(content)
     identity = {
@@ -132,5 +136,7 @@ def _build(data_dir: pathlib.Path, root: pathlib.Path, validation_fraction: floa
                 builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
         except (RuntimeError, SyntaxError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{root}: cannot be turned into a dataset in {data_dir} ({reason})") from error
+            raise DataError(
+                f"{root}: cannot be turned into a dataset in {data_dir} ({reason}); {SET_CACHE_DIR}"
+            ) from error
     return builder

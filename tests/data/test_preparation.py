@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import resource
 import shutil
 from collections.abc import Callable
 
@@ -157,6 +158,18 @@ def test_no_text_at_all_is_refused(make_config: MakeConfig, tmp_path: pathlib.Pa
         quiet(make_config(files=(str(path),), skip_invalid=True))
 
 
+@pytest.mark.parametrize(("name", "content"), [("b.txt", ""), ("b.jsonl", '{"text": ""}\n'), ("b.jsonl", "")])
+def test_held_out_files_without_text_are_named(
+    make_config: MakeConfig, tmp_path: pathlib.Path, name: str, content: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match=f"^data.validation_files: no text in {path}; name files"):
+        quiet(make_config(validation_files=(str(path),)))
+    (tmp_path / "c.txt").write_text("some text")
+    assert len(quiet(make_config(validation_files=(str(path), f"{tmp_path}/c.txt"))).validation)
+
+
 def test_a_tokenizer_that_loses_text_is_warned_of_each_time_or_refused(
     make_config: MakeConfig, tmp_path: pathlib.Path
 ) -> None:
@@ -215,6 +228,60 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(make_config: MakeConfig
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="cannot be prepared in .*set --data.cache_dir"):
         quiet(make_config(cache_dir=str(tmp_path / "file" / "cache")))
+
+
+@pytest.mark.parametrize("source", ["files", "builtin"])
+def test_a_full_disk_is_a_clear_error(make_config: MakeConfig, tmp_path: pathlib.Path, source: str) -> None:
+    (tmp_path / "big.txt").write_text("0123456789" * 10_000)
+    config = make_config(source=source, files=(f"{tmp_path}/big.txt",))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # writing more fails, as on a full disk
+    try:
+        with pytest.raises(DataError, match=f"{tmp_path}/cache.*; set --data.cache_dir to a folder") as caught:
+            quiet(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_settings_do_not_blame_the_cache(make_config: MakeConfig) -> None:
+    for changes in ({"tokenizer": "a" * 300}, {"files": ("a" * 300,)}, {"files": ("~no-such-user/a.txt",)}):
+        with pytest.raises((ConfigError, DataError), match=f"^data.{next(iter(changes))}: ") as caught:
+            quiet(make_config(**changes))
+        assert "cache_dir" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["files", "builtin"])
+def test_a_tilde_without_such_a_user_is_a_name(
+    make_config: MakeConfig, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = quiet(make_config(source=source, files=(f"{tmp_path}/corpus/*.txt",), cache_dir="~no-such-user/cache"))
+    assert (tmp_path / "~no-such-user" / "cache" / prepared.fingerprint / "meta.json").is_file()
+
+
+def test_log_lines_are_ascii(make_config: MakeConfig, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "na\u00efve.jsonl"
+    path.write_text('42\n{"text": "\u6570\u5b66"}\n' * 3, encoding="utf-8")
+    lines: list[str] = []
+    config = make_config(files=(str(path),), skip_invalid=True, cache_dir=str(tmp_path / "cach\u00e9"))
+    prepare(config, progress=False, log=lines.append)
+    assert all(line.isascii() for line in lines)
+    assert any(r"'\u6570'" in line for line in lines)
+    assert any(r"na\xefve.jsonl:1" in line for line in lines)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError(), ValueError("closed")])
+def test_a_log_that_cannot_be_written_costs_nothing(make_config: MakeConfig, error: Exception) -> None:
+    def failing(line: str) -> None:
+        raise error
+
+    assert len(prepare(make_config(), progress=False, log=failing).train)
+
+
+def test_a_log_that_is_wrong_is_not_hidden(make_config: MakeConfig) -> None:
+    with pytest.raises(TypeError):
+        prepare(make_config(), progress=False, log=lambda: None)  # type: ignore[arg-type, misc]
 
 
 def _prepare_in_process(config: DataConfig, results: "multiprocessing.Queue[tuple[str, list[str]]]") -> None:
