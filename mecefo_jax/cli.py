@@ -6,12 +6,14 @@ starts, so help and mistakes are answered at once.
 
 import dataclasses
 import difflib
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
 import configs
 from mecefo_jax.config import Config
+from mecefo_jax.config_effects import CONDITIONS, changed, must_take_effect, without_effect
 from mecefo_jax.config_file import (
     fields,
     from_dict,
@@ -21,30 +23,9 @@ from mecefo_jax.config_file import (
     unknown_setting,
 )
 from mecefo_jax.config_help import help_text
-from mecefo_jax.config_values import describe, takes_list
+from mecefo_jax.config_values import describe, split_list, takes_list
 from mecefo_jax.errors import ConfigError, RunError
-
-# Settings that only mean something under another setting's values.
-CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
-    "data.files": ("data.source", ("files",)),
-    "data.validation_files": ("data.source", ("files",)),
-    "data.tfds_name": ("data.source", ("tfds",)),
-    "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
-    "basis.rank": ("degraded.low_rank", (True,)),
-    "basis.refresh_every": ("degraded.low_rank", (True,)),
-    "basis.source": ("degraded.low_rank", (True,)),
-    "basis.method": ("degraded.low_rank", (True,)),
-    "faults.num_stages": ("faults.granularity", ("stage",)),
-    "faults.slack": ("faults.policy", ("balanced",)),
-    "faults.step_seconds": ("faults.scenario", ("low", "mid", "high", "trace")),
-    "faults.fail_every_steps": ("faults.scenario", ("steps",)),
-    "faults.back_after_steps": ("faults.scenario", ("steps",)),
-    "faults.frequency": ("faults.scenario", ("low", "mid", "high", "steps", "trace")),
-    "faults.timing": ("faults.scenario", ("low", "mid", "high", "steps")),
-    "faults.persistent_nodes": ("faults.scenario", ("persistent",)),
-    "faults.trace_file": ("faults.scenario", ("trace",)),
-    "faults.script": ("faults.scenario", ("script",)),
-}
+from mecefo_jax.terminal import tolerate_encoding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +35,7 @@ class Arguments:
     name: str | None
     """Name of a config, or the path of a config file."""
     settings: dict[str, str | list[str]]
-    """Text of each setting, by its dotted name; a list where several words were given."""
+    """Text of each setting, by its dotted name; a list of texts where the setting is a list."""
     workdir: pathlib.Path | None
     """Run directory, if given."""
     print_config: bool
@@ -72,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
       The exit code: 0 only if the work was done; a user's mistake prints one line to standard error.
     """
+    tolerate_encoding()
     try:
         arguments = scan(argv)
         if arguments.show_help:
@@ -112,7 +94,7 @@ def scan(argv: Sequence[str]) -> Arguments:
     """Splits a command line into its name, options and settings, without reading values.
 
     ``--key value`` and ``--key=value`` are the same, and so are hyphens and underscores in keys. A setting that is a
-    list takes all words up to the next option; one word may hold several items, separated by commas.
+    list takes all words up to the next option; a word may hold several items, separated by commas.
 
     Args:
       argv: the words after the program's name.
@@ -137,10 +119,11 @@ def scan(argv: Sequence[str]) -> Arguments:
                 raise unknown_setting(key, ("workdir", "print_config", "help"))
             if key in settings:
                 raise ConfigError(f"{key}: given twice; leave one out")
-            values = [text] if equals else _take_values(words, key != "workdir" and takes_list(types[key]))
+            several = key != "workdir" and takes_list(types[key])
+            values = [text] if equals else _take_values(words, several)
             if not values:
                 raise ConfigError(f"{key}: got no value, expected {describe(types.get(key, str))}")
-            settings[key] = values[0] if len(values) == 1 else values
+            settings[key] = [item for word in values for item in split_list(word)] if several else values[0]
         elif name is None:
             name = word
         else:
@@ -151,7 +134,7 @@ def scan(argv: Sequence[str]) -> Arguments:
     return Arguments(
         name=name,
         settings=settings,
-        workdir=None if workdir is None else pathlib.Path(str(workdir)).expanduser(),
+        workdir=None if workdir is None else pathlib.Path(os.path.expanduser(str(workdir))),
         print_config="print_config" in flags,
         show_help="help" in flags,
     )
@@ -169,20 +152,20 @@ def _resolve(arguments: Arguments) -> Config:
     """The config that a command line describes."""
     if arguments.name is None:
         raise ConfigError(f"got no run to start; name one of {', '.join(configs.names())}, or a config file *.json")
-    settings = to_dict(_base(arguments.name))
+    base = _base(arguments.name)
+    settings = to_dict(base)
     for key, value in arguments.settings.items():
         section, _, field = key.rpartition(".")
         (settings[section] if section else settings)[field] = value
     config = from_dict(settings)
-    for key in arguments.settings.keys() & CONDITIONS.keys():
-        _check_effect(config, key)
+    _check_effects(arguments, base, config)
     return config
 
 
 def _base(name: str) -> Config:
     """The config of that name, or in that file."""
     if name.endswith(".json"):
-        return read_config(pathlib.Path(name).expanduser())
+        return read_config(pathlib.Path(os.path.expanduser(name)))
     if name not in configs.names():
         close = difflib.get_close_matches(name, configs.names(), n=1, cutoff=0.0)[0]
         raise ConfigError(
@@ -191,22 +174,25 @@ def _base(name: str) -> Config:
     return configs.get(name)
 
 
-def _check_effect(config: Config, key: str) -> None:
-    """Refuses a setting that names what to train on or what fails but has no effect; warns of others without effect."""
-    other, values = CONDITIONS[key]
-    found = _value(config, other)
-    if found in values:
-        return
-    shown = ", ".join(str(value).lower() for value in values)
-    message = f"{key}: has no effect with {other} {str(found).lower()}; set --{other} to {shown}"
-    if _value(Config(), key) in ("", ()) and _value(config, key):
-        raise ConfigError(message)
-    print(f"warning: {message}", file=sys.stderr)
+def _check_effects(arguments: Arguments, base: Config, config: Config) -> None:
+    """Refuses settings that name what to train on or what fails but have no effect; warns of others without effect.
+
+    A file may set everything, as those of run directories do: there only what differs from the defaults counts.
+    """
+    from_file = changed(base) if _is_file(arguments) else set()
+    for key in sorted(from_file | arguments.settings.keys()):
+        message = without_effect(config, key)
+        if message is None:
+            continue
+        # What a file names may be switched off for a run: by the other setting on the command line.
+        switched_off = key not in arguments.settings and CONDITIONS[key][0] in arguments.settings
+        if must_take_effect(config, key) and not switched_off:
+            raise ConfigError(message)
+        print(f"warning: {message}", file=sys.stderr)
 
 
-def _value(config: Config, key: str) -> object:
-    section, _, field = key.partition(".")
-    return getattr(getattr(config, section), field)
+def _is_file(arguments: Arguments) -> bool:
+    return arguments.name is not None and arguments.name.endswith(".json")
 
 
 def _workdir(arguments: Arguments, config: Config) -> pathlib.Path:
@@ -217,4 +203,15 @@ def _run(config: Config, workdir: pathlib.Path) -> None:
     from mecefo_jax import devices, trainer
 
     devices.prepare(config.mesh)
+    _make_directory(workdir)
     trainer.run(config, workdir)
+
+
+def _make_directory(workdir: pathlib.Path) -> None:
+    """Makes the run directory, or says at once that it cannot be: preparing the data may take long."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir {workdir}: cannot be made ({error.strerror}); set another directory") from error
+    if not os.access(workdir, os.W_OK | os.X_OK):
+        raise ConfigError(f"--workdir {workdir}: cannot be written (no permission); set another directory")

@@ -11,6 +11,9 @@ from typing import Literal
 from mecefo_jax.config_values import check_fits, check_named, check_range, check_types
 from mecefo_jax.errors import ConfigError
 
+MAX_NODES = 2**20
+"""Most nodes, and most devices along an axis: far above any cluster, and few enough for plans to fit in memory."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -139,9 +142,8 @@ class MeshConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError where a count is out of range."""
         check_types(self, "mesh.")
-        for field in ("num_nodes", "fsdp", "tensor"):
-            check_range(f"mesh.{field}", getattr(self, field), at_least=1)
-        check_range("mesh.num_submeshes", self.num_submeshes, at_least=1)
+        for field in ("num_nodes", "fsdp", "tensor", "num_submeshes"):
+            check_range(f"mesh.{field}", getattr(self, field), at_least=1, at_most=MAX_NODES)
         at_most = f"at most mesh.num_nodes ({self.num_nodes})"
         check_fits("mesh.num_submeshes", self.submesh_count, lambda count: count <= self.num_nodes, at_most)
 
@@ -178,7 +180,7 @@ class TrainConfig:
         check_types(self, "train.")
         for field in ("steps", "microbatch_size", "microbatches_per_node", "log_every", "max_skipped_in_a_row"):
             check_range(f"train.{field}", getattr(self, field), at_least=1)
-        check_range("train.seed", self.seed, at_least=0, below=2**31)  # what a key takes with 32-bit integers
+        check_range("train.seed", self.seed, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -455,15 +457,16 @@ def check_devices(mesh: MeshConfig, num_devices: int) -> None:
     )
 
 
-def check_vocab_size(vocab_size: int, mesh: MeshConfig) -> None:
+def check_vocab_size(vocab_size: int, mesh: MeshConfig, *, smallest: int = 1) -> None:
     """Refuses a vocabulary that does not divide over the tensor axis.
 
     Args:
       vocab_size: rows of the embedding table, given or taken from the tokenizer.
       mesh: how devices form nodes.
+      smallest: smallest size to name, such as the entries of the tokenizer.
 
     Raises:
       ConfigError: names the nearest sizes that divide.
     """
     reason = f"a multiple of mesh.tensor ({mesh.tensor})"
-    check_fits("model.vocab_size", vocab_size, lambda size: size % mesh.tensor == 0, reason)
+    check_fits("model.vocab_size", vocab_size, lambda size: size % mesh.tensor == 0, reason, smallest=smallest)

@@ -117,6 +117,8 @@ def read_config(path: pathlib.Path) -> Config:
         raise ConfigError(f"config file {path}: cannot be read ({error.strerror})") from error
     except ConfigError as error:
         raise ConfigError(f"config file {path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"config file {path}: nested too deeply, expected an object of sections") from error
     except ValueError as error:
         raise ConfigError(f"config file {path}: not JSON ({error})") from error
     if not isinstance(settings, dict):

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -17,7 +18,10 @@ from typing import Any, Literal, NoReturn, Union
 from mecefo_jax.errors import ConfigError
 
 _INT64_MAX = 2**63 - 1
+_INT32_MAX = 2**31 - 1
 _NEAREST_SCAN = 100_000
+# Python also reads digits of other scripts and 1_000, which nobody means to write here.
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def convert(value: object, declared: Any, key: str) -> Any:
@@ -49,7 +53,7 @@ def convert(value: object, declared: Any, key: str) -> Any:
             _refuse(key, value, declared, hint)
         return value
     if takes_list(declared):
-        items: Iterable[object] = _split(value) if isinstance(value, str) else value  # type: ignore[assignment]
+        items: Iterable[object] = split_list(value) if isinstance(value, str) else value  # type: ignore[assignment]
         if not isinstance(items, list | tuple):
             _refuse(key, value, declared)
         return tuple(convert(item, inner[0], key) for item in items)
@@ -98,6 +102,11 @@ def nearest(word: str, options: Iterable[str]) -> str:
     return max(options, key=similarity)
 
 
+def split_list(text: str) -> list[str]:
+    """The items of a list in text: what stands between its commas; empty items are dropped."""
+    return [item for part in text.split(",") if (item := part.strip())]
+
+
 @functools.cache
 def field_types(section: type) -> dict[str, Any]:
     """Declared types of a dataclass's fields, by name."""
@@ -107,6 +116,8 @@ def field_types(section: type) -> dict[str, Any]:
 
 def check_types(section: Any, prefix: str) -> None:
     """Refuses a dataclass whose values are not of their declared types, as Python code can make it.
+
+    Integers must fit 32 bits, which is what the compiled programs count in.
 
     Args:
       section: a dataclass instance; one nested in it has been through this itself.
@@ -125,6 +136,9 @@ def check_types(section: Any, prefix: str) -> None:
         parsed = convert(value, declared, prefix + name)
         if parsed != value or isinstance(value, list):  # "5" is not 5: text is parsed where it comes from, not here
             _refuse(prefix + name, value, declared)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int):
+                check_range(prefix + name, number, at_most=_INT32_MAX)
 
 
 def check_range(
@@ -159,7 +173,7 @@ def check_range(
     )
     if not (inside and math.isfinite(value)):
         limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-        words = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+        words = " and ".join(f"{word} {_show(limit)}" for word, limit in limits.items() if limit is not None)
         raise ConfigError(f"{key}: got {value}, expected a number {words}")
 
 
@@ -181,7 +195,7 @@ def check_named(section: object, prefix: str, choice: str, needed: dict[str, str
         raise ConfigError(f"{prefix}.{field}: got nothing, expected a value, as {prefix}.{choice} is {chosen}")
 
 
-def check_fits(key: str, value: int, fits: Callable[[int], bool], reason: str) -> None:
+def check_fits(key: str, value: int, fits: Callable[[int], bool], reason: str, *, smallest: int = 1) -> None:
     """Refuses a count that does not fit the others, and names the nearest counts that do.
 
     Args:
@@ -189,13 +203,16 @@ def check_fits(key: str, value: int, fits: Callable[[int], bool], reason: str) -
       value: the count found.
       fits: whether a count would do.
       reason: what the count must do, such as ``"a multiple of mesh.tensor (4)"``.
+      smallest: smallest count to name.
 
     Raises:
       ConfigError: ``value`` does not fit.
     """
     if fits(value):
         return
-    below = next((other for other in range(value - 1, max(0, value - _NEAREST_SCAN), -1) if fits(other)), None)
+    below = next(
+        (other for other in range(value - 1, max(smallest - 1, value - _NEAREST_SCAN), -1) if fits(other)), None
+    )
     above = next((other for other in range(value + 1, value + _NEAREST_SCAN) if fits(other)), None)
     others = " or ".join(str(other) for other in (below, above) if other is not None)
     raise ConfigError(f"{key}: got {value}, expected {reason}" + (f"; nearest that work: {others}" if others else ""))
@@ -205,8 +222,8 @@ def _refuse(key: str, value: object, declared: Any, hint: str = "") -> NoReturn:
     raise ConfigError(f"{key}: got {value!r}, expected {describe(declared)}{hint}")
 
 
-def _split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",")] if text.strip() else []
+def _show(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _parse_bool(value: object) -> bool | None:
@@ -219,7 +236,7 @@ def _parse_int(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = Decimal(str(value))
+        number = Decimal(_digits(value))
     except InvalidOperation:
         return None
     # The bound comes first: turning 1e999999999 into an integer would never end.
@@ -232,10 +249,16 @@ def _parse_float(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = float(value)
+        number = float(_digits(value))
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def _digits(value: object) -> str:
+    """A number as plain text; empty if it is written in another way."""
+    text = str(value).strip()
+    return text if _NUMBER.fullmatch(text) else ""
 
 
 def _parse_str(value: object) -> str | None:

@@ -5,12 +5,15 @@ import os
 import jax
 
 from mecefo_jax.config import MeshConfig, check_devices
+from mecefo_jax.errors import ConfigError
 
 # Nodes that share two cores reach a reduction far apart; XLA's CPU backend ends the process after 40 s by default.
 _PATIENCE = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=86400 "
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3600"
 )
+
+_ENVIRONMENT = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
 
 
 def prepare(mesh: MeshConfig) -> None:
@@ -19,7 +22,7 @@ def prepare(mesh: MeshConfig) -> None:
     To be called before the first use of a device.
 
     Raises:
-        ConfigError: the mesh needs more devices than there are.
+        ConfigError: JAX finds no device, or the mesh needs more than there are.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{_PATIENCE} {flags}"  # later flags win: the user's do
@@ -28,4 +31,17 @@ def prepare(mesh: MeshConfig) -> None:
         jax.config.update("jax_num_cpu_devices", mesh.num_devices)
     # An executable from the persistent cache crashes the process when node_program moves it to another node.
     jax.config.update("jax_enable_compilation_cache", False)
-    check_devices(mesh, jax.device_count())
+    check_devices(mesh, _device_count())
+
+
+def _device_count() -> int:
+    """Devices that there are."""
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform asked for is there
+        reason = " ".join(str(error).split()) or "no such platform here"
+        found = " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ)
+        raise ConfigError(
+            f"JAX finds no device: {reason}; got {found or 'nothing'} in the environment, set JAX_PLATFORMS=cpu alone, "
+            "or install JAX for the accelerator"
+        ) from error

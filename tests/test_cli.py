@@ -9,9 +9,11 @@ import types
 
 import pytest
 
+import configs
 import mecefo_jax
 from mecefo_jax import cli, errors
-from mecefo_jax.config_file import fields
+from mecefo_jax.config_effects import CONDITIONS
+from mecefo_jax.config_file import fields, save_config
 from mecefo_jax.config_help import field_documentation
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,7 +64,7 @@ def test_several_settings_are_judged_together():
     assert config.model.head_size == 16
 
 
-@pytest.mark.parametrize("words", [["1,3"], ["1", "3"], ["1, 3"]])
+@pytest.mark.parametrize("words", [["1,3"], ["1", "3"], ["1, 3"], ["1,", "3"], ["1", ",3,"]])
 def test_lists_are_separated_by_commas_or_spaces(words):
     settings = ["--faults.scenario", "persistent", "--faults.persistent_nodes", *words, "--train.seed", "5"]
     config, _ = cli.parse(["quickstart", *settings])
@@ -73,6 +75,16 @@ def test_lists_are_separated_by_commas_or_spaces(words):
 def test_single_file_name_of_a_list_may_hold_spaces():
     config, _ = cli.parse(["quickstart", "--data.source", "files", "--data.files", "my text.txt", "b.txt"])
     assert config.data.files == ("my text.txt", "b.txt")
+
+
+def test_words_of_a_list_are_split_at_commas():
+    config, _ = cli.parse(["quickstart", "--data.source", "files", "--data.files", "a.txt,b.txt", "c.txt"])
+    assert config.data.files == ("a.txt", "b.txt", "c.txt")
+
+
+def test_home_of_nobody_is_an_ordinary_name(capsys):
+    assert cli.parse(["quickstart", "--workdir", "~nosuch/x"])[1] == pathlib.Path("~nosuch/x")
+    assert refusal(["~nosuch/x.json"], capsys).startswith("config file ~nosuch/x.json: cannot be read")
 
 
 def test_workdir_and_name_choose_the_run_directory():
@@ -141,8 +153,35 @@ def test_tuning_without_effect_is_warned_of(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("section", "setting", "value"),
+    [("data", "files", ["a.txt"]), ("faults", "script", "fail 1 at 2"), ("faults", "persistent_nodes", [1])],
+)
+def test_file_whose_setting_would_be_ignored_is_refused(section, setting, value, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({section: {setting: value}}))
+    assert refusal([str(path)], capsys).startswith(f"{section}.{setting}: has no effect with {section}.")
+
+
+def test_file_is_judged_together_with_the_command_line(tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"faults": {"script": "fail 1 at 2"}}))
+    assert cli.parse([str(path), "--faults.scenario", "script"])[0].faults.script == "fail 1 at 2"
+    assert capsys.readouterr().err == ""
+    cli.parse([str(path), "--faults.scenario", "none"])
+    assert capsys.readouterr().err.startswith("warning: faults.script: has no effect with faults.scenario none")
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_file_that_sets_everything_is_not_warned_of(name, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    save_config(configs.get(name), path)
+    assert cli.parse([str(path)])[0] == configs.get(name)
+    assert capsys.readouterr().err == ""
+
+
 def test_every_condition_names_settings_and_values_that_exist():
-    for key, (other, values) in cli.CONDITIONS.items():
+    for key, (other, values) in CONDITIONS.items():
         assert key in fields()
         section, _, field = other.partition(".")
         for value in values:
@@ -221,6 +260,32 @@ def test_more_nodes_than_devices_are_refused_before_anything_is_written(fake_tra
     )
     assert not (tmp_path / "run").exists()
     assert fake_trainer.calls == []
+
+
+@pytest.mark.parametrize("workdir", ["x" * 300, "file/run"])
+def test_run_directory_that_cannot_be_made_is_refused(workdir, fake_trainer, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    line = refusal(["quickstart", "--workdir", str(tmp_path / workdir)], capsys)
+    assert line.startswith(f"--workdir {tmp_path / workdir}: cannot be made (")
+    assert fake_trainer.calls == []
+
+
+def test_run_directory_without_permission_is_refused(fake_trainer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a superuser may write anywhere
+    line = refusal(["quickstart", "--workdir", str(tmp_path)], capsys)
+    assert line.startswith(f"--workdir {tmp_path}: cannot be written")
+    assert fake_trainer.calls == []
+
+
+def test_help_prints_in_any_encoding():
+    done = subprocess.run(
+        [sys.executable, "-c", "from mecefo_jax.cli import main; import sys; main(['-h']); print('\\u2588')"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout[-2:]) == (0, "?\n"), done.stderr
 
 
 @pytest.mark.parametrize(("chosen", "seen"), [({}, 6), ({"JAX_NUM_CPU_DEVICES": "7"}, 7)])

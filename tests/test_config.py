@@ -97,6 +97,31 @@ def test_value_out_of_range_is_refused_by_name(key, value):
 
 
 @pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        (section, field.name)
+        for section in SECTIONS.values()
+        for field in dataclasses.fields(section)
+        if section is not MeshConfig and field.type in (int, int | None)
+    ],
+)
+def test_every_integer_fits_the_32_bits_of_compiled_programs(section, field):
+    with pytest.raises(ConfigError, match=rf"\.{field}: got 2147483648, expected a number at most 2147483647$"):
+        section(**{field: 2**31})
+
+
+def test_every_item_of_a_list_fits_32_bits():
+    with pytest.raises(ConfigError, match=r"^faults\.persistent_nodes: got 2147483648"):
+        FaultsConfig(scenario="persistent", persistent_nodes=(1, 2**31))
+
+
+@pytest.mark.parametrize("field", ["num_nodes", "fsdp", "tensor", "num_submeshes"])
+def test_meshes_beyond_any_cluster_are_refused(field):
+    with pytest.raises(ConfigError, match=rf"^mesh\.{field}: got 1048577, .*at most 1048576$"):
+        MeshConfig(**({"num_nodes": 2**20} | {field: 2**20 + 1}))
+
+
+@pytest.mark.parametrize(
     ("section", "field", "value"),
     [
         (TrainConfig, "steps", "5"),
@@ -267,6 +292,10 @@ def test_vocabulary_from_the_tokenizer_is_checked_alike():
     check_vocab_size(32_000, MeshConfig(tensor=4))
     with pytest.raises(ConfigError, match="32000 or 32004"):
         check_vocab_size(32_001, MeshConfig(tensor=4))
+    with pytest.raises(ConfigError, match=r"got 258, .*; nearest that work: 260$"):
+        check_vocab_size(258, MeshConfig(tensor=4), smallest=258)
+    with pytest.raises(ConfigError, match=r"got 262, .*; nearest that work: 260 or 264$"):
+        check_vocab_size(262, MeshConfig(tensor=4), smallest=258)
 
 
 def test_batch_is_counted_over_all_nodes():

@@ -21,7 +21,7 @@ def valid_configs(draw):
         name=draw(st.from_regex(r"[a-z0-9_]{1,8}", fullmatch=True)),
         model=ModelConfig(
             num_kv_heads=draw(st.sampled_from([None, 1, 2, 4])),
-            vocab_size=draw(st.none() | st.integers(1, 2**40)),
+            vocab_size=draw(st.none() | st.integers(1, 2**31 - 1)),
             norm_eps=draw(POSITIVE),
             tie_embeddings=draw(st.booleans()),
             remat=draw(st.sampled_from(["none", "ffn", "block"])),
@@ -95,6 +95,7 @@ def test_text_in_a_file_is_parsed_as_on_the_command_line():
     [
         ('{"train": {"steps": 5,}}', "not JSON"),
         ("[1]", "expected an object"),
+        ("[" * 200_000, "nested too deeply"),
         ('{"train": {"steps": 5, "steps": 6}}', "steps is set twice"),
         ('{"optim": {"learning_rate": NaN}}', "expected a finite number"),
     ],

@@ -34,7 +34,9 @@ SCALARS = [bool, int, float]
         ("1,2, 3", tuple[int, ...], (1, 2, 3)),
         (["1", "2"], tuple[int, ...], (1, 2)),
         ([1, 2], tuple[int, ...], (1, 2)),
+        ("1,,2,", tuple[int, ...], (1, 2)),
         ("", tuple[str, ...], ()),
+        (["a,b.txt", ""], tuple[str, ...], ("a,b.txt", "")),
         ("a.txt", tuple[str, ...], ("a.txt",)),
         ("null", str, "null"),
         ("1", str, "1"),
@@ -77,7 +79,11 @@ def test_value_is_parsed_by_its_declared_type(value, declared, expected):
         (None, Literal["none", "a"]),
         (["a"], Literal["a", "b"]),
         ("1,x", tuple[int, ...]),
-        ("1,,2", tuple[int, ...]),
+        ("1_000", int),
+        ("\uff11\uff12", int),
+        ("\u0663", float),
+        ("1_0.5", float),
+        ("1_0,2", tuple[int, ...]),
         (5, tuple[int, ...]),
         ({"a": 1}, tuple[str, ...]),
     ],
@@ -109,6 +115,16 @@ def test_any_text_is_parsed_or_refused_in_one_line(text, declared):
         assert type(convert(text, declared, "key")) is declared
     except ConfigError as refused:
         assert len(str(refused).splitlines()) == 1
+
+
+def test_limits_are_shown_in_full():
+    with pytest.raises(ConfigError, match="got 2097152, expected a number at least 1 and at most 1048576$"):
+        check_range("key", 2**21, at_least=1, at_most=2**20)
+
+
+def test_no_count_below_the_smallest_is_named():
+    with pytest.raises(ConfigError, match="nearest that work: 260$"):
+        check_fits("key", 258, lambda count: count % 4 == 0, "a multiple of 4", smallest=258)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))

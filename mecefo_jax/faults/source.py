@@ -3,6 +3,7 @@
 Legend: N nodes, S stages of a node.
 """
 
+import os
 import pathlib
 from typing import Protocol
 
@@ -51,7 +52,7 @@ def make_fault_source(config: FaultsConfig, *, num_nodes: int, seed: int) -> Fau
     if config.scenario == "none":
         return KnownOutages(num_nodes, num_stages)
     if config.scenario == "trace":
-        rows = read_trace(pathlib.Path(config.trace_file).expanduser())
+        rows = read_trace(pathlib.Path(os.path.expanduser(config.trace_file)))
         milliseconds_per_step = 1000 * config.step_seconds * config.frequency
         outages = trace_outages(rows, num_nodes * num_stages, milliseconds_per_step)
         return KnownOutages(num_nodes, num_stages, outages)

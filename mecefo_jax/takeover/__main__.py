@@ -10,22 +10,31 @@ import sys
 import numpy as np
 from rich.console import Console
 
+from mecefo_jax.config import MAX_NODES
+from mecefo_jax.config_values import check_range
 from mecefo_jax.errors import ConfigError, RunError, TooFewLiveNodesError
 from mecefo_jax.takeover.picture import draw_comparison, draw_plan
 from mecefo_jax.takeover.plan import POLICIES, Plan, make_plan
+from mecefo_jax.terminal import in_flags, integer, number, tolerate_encoding
+
+_MAX_MICROBATCHES = 2**24
+"""Most microbatches to show, each stage counted: what a plan of all policies fits into memory."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the picture of a plan, or of all policies' plans; returns the exit code."""
+    tolerate_encoding()
     arguments = _parser().parse_args(argv)
     try:
         live_NS = _live_units(arguments.failed, arguments.nodes, arguments.stages)
+        most = _MAX_MICROBATCHES // live_NS.size
+        check_range("--microbatches-per-node", arguments.microbatches_per_node, at_least=1, at_most=most)
         plans = {
             policy: _plan_or_reason(live_NS, policy, arguments)
             for policy in (POLICIES if arguments.policy is None else [arguments.policy])
         }
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), {})}", file=sys.stderr)
         return error.exit_code
     console = Console(highlight=False)
     failed = ", ".join(arguments.failed.split(",")) or "nothing"
@@ -53,14 +62,13 @@ def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namesp
     except TooFewLiveNodesError as error:
         if arguments.policy is not None:
             raise
-        return str(error)
+        return in_flags(str(error), {})
 
 
 def _live_units(failed: str, num_nodes: int, num_stages: int) -> np.ndarray:
     """Live units bool[N, S] when the units named in ``failed`` (NODE or NODE.STAGE, by commas) are dead."""
-    for flag, value in (("--nodes", num_nodes), ("--stages", num_stages)):
-        if value < 1:
-            raise ConfigError(f"{flag} {value}: set 1 or more")
+    check_range("--nodes", num_nodes, at_least=1, at_most=MAX_NODES)
+    check_range("--stages", num_stages, at_least=1, at_most=MAX_NODES // num_nodes)
     live_NS = np.ones((num_nodes, num_stages), dtype=bool)
     for name in filter(None, (part.strip() for part in failed.split(","))):
         match = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?", name, re.ASCII)
@@ -81,13 +89,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mecefo_jax.takeover", description="Show who computes what when nodes are dead."
     )
-    parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default: 8)")
+    parser.add_argument("--nodes", type=integer, default=8, help="nodes of the cluster (default: 8)")
     parser.add_argument("--failed", default="", help="dead nodes, such as 3 or 3,4; with --stages also node.stage")
     parser.add_argument("--policy", help=f"{', '.join(POLICIES)} (default: all of them)")
-    parser.add_argument("--microbatches-per-node", type=int, default=4, help="a node's slice (default: 4)")
-    parser.add_argument("--degraded-cost", type=float, default=0.6, help="in exact microbatches (default: 0.6)")
-    parser.add_argument("--slack", type=float, default=0.1, help="extra load that balanced accepts (default: 0.1)")
-    parser.add_argument("--stages", type=int, default=1, help="stages of a node that fail on their own (default: 1)")
+    parser.add_argument("--microbatches-per-node", type=integer, default=4, help="a node's slice (default: 4)")
+    parser.add_argument("--degraded-cost", type=number, default=0.6, help="in exact microbatches (default: 0.6)")
+    parser.add_argument("--slack", type=number, default=0.1, help="extra load that balanced accepts (default: 0.1)")
+    parser.add_argument(
+        "--stages", type=integer, default=1, help="stages of a node that fail on their own (default: 1)"
+    )
     return parser
 
 

@@ -1,5 +1,9 @@
 """The timeline on the command line."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from mecefo_jax.faults.__main__ import main
@@ -32,11 +36,20 @@ def test_no_line_is_wider_than_the_terminal(capsys, scenario, steps):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "0"], "--nodes 0: set 1 or more"),
-        (["--scenario", "script", "--script", "fail"], "faults.script: 'fail'"),
-        (["--scenario", "trace"], "faults.trace_file"),
-        (["--scenario", "persistent", "--persistent-nodes", "40"], "0 to 31"),
-        (["--frequency", "-1"], "faults.frequency"),
+        (["--nodes", "0"], "--nodes: got 0, expected a number at least 1"),
+        (["--nodes", "1e12"], "--nodes: got 1000000000000"),
+        (["--stages", "0"], "--stages: got 0"),
+        (["--steps", "1e12"], "--steps: got 1000000000000"),
+        (["--seed", "-1"], "error: --seed: got -1"),
+        (["--seed", "2147483648"], "error: --seed: got 2147483648"),
+        (["--script", "fail 1 at 2"], "error: --script: has no effect with --scenario high; set --scenario to script"),
+        (["--fail-every-steps", "5"], "--fail-every-steps: has no effect with --scenario high"),
+        (["--scenario", "none", "--frequency", "2"], "--frequency: has no effect with --scenario none"),
+        (["--scenario", "script", "--script", "fail 1.1 at 2"], "set --stages 2 or more"),
+        (["--scenario", "script", "--script", "fail"], "error: --script: 'fail'"),
+        (["--scenario", "trace"], "error: --trace-file"),
+        (["--scenario", "persistent", "--persistent-nodes", "40"], "error: --persistent-nodes: got 40"),
+        (["--frequency", "-1"], "error: --frequency"),
     ],
 )
 def test_mistakes_print_one_line_and_exit_2(capsys, arguments, message):
@@ -44,3 +57,29 @@ def test_mistakes_print_one_line_and_exit_2(capsys, arguments, message):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
+
+
+@pytest.mark.parametrize("name", ["~nosuch/x", "x" * 300, "faults.csv"])
+def test_trace_that_cannot_be_read_is_named_with_its_flag(capsys, name):
+    assert main(["--scenario", "trace", "--trace-file", name]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {name}: cannot read the trace: ")
+    assert line.endswith("; set --trace-file")
+
+
+def test_characters_that_the_terminal_lacks_are_replaced():
+    done = subprocess.run(
+        [sys.executable, "-m", "mecefo_jax.faults"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout and done.stdout.isascii()
+
+
+@pytest.mark.parametrize("text", ["1_000", "\uff13"])
+def test_only_plain_digits_are_numbers(capsys, text):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nodes", text])
+    assert "invalid integer value" in capsys.readouterr().err

@@ -1,6 +1,9 @@
 """Pictures of plans on the command line."""
 
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -63,7 +66,7 @@ def test_stages_show_who_covers_whom(capsys):
 
 def test_a_comparison_says_why_a_policy_has_no_plan(capsys):
     output = show(capsys, "--nodes", "2", "--stages", "2", "--failed", "0.0,1.1")
-    assert "impossible: every node has a dead stage, so faults.policy=drop" in output.replace("\n", " ")
+    assert "impossible: every node has a dead stage, so --policy=drop" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, None])
@@ -89,12 +92,17 @@ def test_the_boxes_of_all_units_are_the_plan(policy):
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--policy", "ballanced"], "did you mean balanced", 2),
+        (["--policy", "ballanced"], "error: --policy='ballanced': unknown; did you mean balanced", 2),
         (["--failed", "8"], "no node 8; with --nodes 8 write 0 to 7", 2),
         (["--failed", "3;4"], "--failed 3;4: write nodes", 2),
         (["--failed", "3.1"], "set --stages 2 or more", 2),
-        (["--nodes", "0"], "--nodes 0: set 1 or more", 2),
-        (["--degraded-cost", "0"], "degraded_cost=0", 2),
+        (["--nodes", "0"], "--nodes: got 0, expected a number at least 1", 2),
+        (["--nodes", "1e12"], "--nodes: got 1000000000000", 2),
+        (["--stages", "1e12"], "--stages: got 1000000000000", 2),
+        (["--microbatches-per-node", "0"], "--microbatches-per-node: got 0", 2),
+        (["--microbatches-per-node", "1e12"], "--microbatches-per-node: got 1000000000000", 2),
+        (["--slack", "-1"], "error: --slack=-1", 2),
+        (["--degraded-cost", "0"], "error: --degraded-cost=0", 2),
         (["--nodes", "2", "--failed", "0,1", "--policy", "drop"], "no node is live", 5),
     ],
 )
@@ -103,3 +111,21 @@ def test_mistakes_print_one_line_and_the_exit_code(capsys, arguments, message, c
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_characters_that_the_terminal_lacks_are_replaced():
+    done = subprocess.run(
+        [sys.executable, "-m", "mecefo_jax.takeover", "--failed", "3"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout and done.stdout.isascii()
+
+
+@pytest.mark.parametrize("text", ["1_000", "\uff13"])
+def test_only_plain_digits_are_numbers(capsys, text):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--nodes", text])
+    assert "invalid integer value" in capsys.readouterr().err
