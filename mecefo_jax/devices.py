@@ -2,6 +2,10 @@
 
 import os
 
+# Nodes decompose matrices at the same time, and SciPy's BLAS, which JAX calls, then spends its time on its own locks: a
+# refresh of eight nodes' bases on two cores took 25 times as long with its threads. It reads this when JAX loads it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 
 from mecefo_jax.config import MeshConfig, check_devices

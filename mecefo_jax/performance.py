@@ -55,12 +55,20 @@ class Throughput:
         """
         self._flops_per_token = flops_per_token
         self._peak = None if device_peak is None else device_peak * num_devices
-        self._restart()
+        self._start = self._ended = time.perf_counter()
+        self._tokens = self._steps = 0
 
-    def committed(self, tokens: int) -> None:
-        """Count a committed step."""
+    def committed(self, tokens: int, ended: float) -> None:
+        """Count a committed step.
+
+        Args:
+            tokens: of the step.
+            ended: ``time.perf_counter()`` at its end, or at the dispatch of the step after it. The time of reading a
+                result would not do: it comes one step late, or at once before a save.
+        """
         self._tokens += tokens
         self._steps += 1
+        self._ended = ended
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on training, such as an evaluation."""
@@ -68,14 +76,11 @@ class Throughput:
 
     def read(self) -> dict[str, float]:
         """Metrics since the last reading; empty if no step was committed."""
-        seconds, tokens, steps = time.perf_counter() - self._start, self._tokens, self._steps
+        seconds, tokens, steps = self._ended - self._start, self._tokens, self._steps
         if not steps:
             return {}
-        self._restart()
+        self._start, self._tokens, self._steps = self._ended, 0, 0
         metrics = {"perf/step_time_s": seconds / steps, "perf/tokens_per_s": tokens / seconds}
         if self._peak is not None:
             metrics["perf/mfu"] = tokens / seconds * self._flops_per_token / self._peak
         return metrics
-
-    def _restart(self) -> None:
-        self._start, self._tokens, self._steps = time.perf_counter(), 0, 0

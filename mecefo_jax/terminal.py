@@ -1,6 +1,7 @@
 """What the command-line programs share: output that any terminal takes, numbers and messages in their own flags."""
 
 import io
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,14 @@ def tolerate_encoding() -> None:
     """Lets standard output replace characters that its encoding lacks, instead of ending the program."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def give_up_unwritable_output() -> None:
+    """Flush standard output; if it cannot be written, drop what it holds, which Python would try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def in_flags(message: str, renamed: Mapping[str, str]) -> str:

@@ -62,9 +62,9 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
     prepared = prepare(config.data)
     vocab_size = config.model.vocab_size or prepared.vocab_size
     check_vocabulary(prepared, vocab_size)
-    check_vocab_size(vocab_size, config.mesh)
+    check_vocab_size(vocab_size, config.mesh, smallest=prepared.vocab_size)
     with (
-        locked(workdir / "run", on_wait=lambda: _refuse_to_share(workdir)),
+        locked(workdir / "run", on_wait=lambda: _refuse_to_share(workdir), setting="--workdir"),
         RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
         _preemption_requests() as preempted,
     ):
@@ -149,13 +149,13 @@ class Trainer:
 
     def _train(self, step: int) -> None:
         """Dispatch one step, then see to the one before it while the devices work."""
-        plan = self._plan(step)
+        plan, started = self._plan(step), time.perf_counter()
         metrics = self._executor.train_step(step, plan, self._sampler.microbatch)
         if self._model_compilations_of_first_step is None:
             self._model_compilations_of_first_step = self._executor.model_compilations
         previous, self._pending = self._pending, _Dispatched(step, plan, metrics, self.progress.failures)
         if previous is not None:
-            self._commit(previous)
+            self._commit(previous, ended=started)
         self._done = done = step + 1
         self._log.progress(done)
         self._checkpoints.poll()
@@ -190,6 +190,7 @@ class Trainer:
                 slack=config.faults.slack,
             )
         except TooFewLiveNodesError as error:
+            self._report_units(step, before_NS, live_NS, plan=None)
             self._save_and_wait()
             raise TooFewLiveNodesError(f"{error}; the state of step {self._done} is saved") from error
         if (live_NS != before_NS).any():
@@ -197,13 +198,7 @@ class Trainer:
         return plan
 
     def _report_change(self, step: int, before_NS: np.ndarray, plan: Plan) -> None:
-        by_stage = self._config.faults.granularity == "stage"
-        for kind, changed_NS in (("failure", before_NS & ~plan.live_NS), ("recovery", plan.live_NS & ~before_NS)):
-            for node, stage in np.argwhere(changed_NS):
-                where = {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
-                if kind == "failure":
-                    where["covered_by"] = plan.assignees_of(int(node), int(stage)).tolist()
-                self._log.event(kind, step, **where)
+        self._report_units(step, before_NS, plan.live_NS, plan)
         self.progress.failures += int((before_NS & ~plan.live_NS).sum())
         self.progress.recoveries += int((plan.live_NS & ~before_NS).sum())
         self._log.event(
@@ -218,8 +213,18 @@ class Trainer:
             critical_load=plan.critical_load(self._degraded_cost),
         )
 
-    def _commit(self, dispatched: _Dispatched) -> None:
-        """Read a step's metrics, account for it, and log it if it is due."""
+    def _report_units(self, step: int, before_NS: np.ndarray, live_NS: np.ndarray, plan: Plan | None) -> None:
+        """An event for each unit that failed or came back; with a plan, who covers what failed."""
+        by_stage = self._config.faults.granularity == "stage"
+        for kind, changed_NS in (("failure", before_NS & ~live_NS), ("recovery", live_NS & ~before_NS)):
+            for node, stage in np.argwhere(changed_NS):
+                where: dict[str, Any] = {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
+                if kind == "failure" and plan is not None:
+                    where["covered_by"] = plan.assignees_of(int(node), int(stage)).tolist()
+                self._log.event(kind, step, **where)
+
+    def _commit(self, dispatched: _Dispatched, ended: float | None = None) -> None:
+        """Read a step's metrics, account for it, and log it if it is due; ``ended``: now, once it has been read."""
         metrics, plan, done = jax.device_get(dispatched.metrics), dispatched.plan, dispatched.step + 1
         assert (metrics.computed_M == (plan.executor_M >= 0)).all(), "a microbatch was lost or computed twice"
         tokens = int(metrics.tokens_M.sum())
@@ -232,7 +237,7 @@ class Trainer:
             degraded_tokens=degraded_tokens,
             critical_load=critical_load,
         )
-        self._throughput.committed(tokens)
+        self._throughput.committed(tokens, time.perf_counter() if ended is None else ended)
         self._report_counters(done, metrics)
 
         if done == 1 or done % self._config.train.log_every == 0 or done == self._config.train.steps:

@@ -3,7 +3,6 @@
 Takes the command line of train.py, and leaves in ``data.cache_dir`` what a run of the same config will open.
 """
 
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -31,15 +30,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _give_up_unwritable_output() -> None:
-    """Flush stdout; if it cannot be written, drop what it holds, which Python would try again at exit and fail."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
-    _give_up_unwritable_output()
+    give_up_unwritable_output()
     sys.exit(exit_code)

@@ -1,5 +1,9 @@
 """Strict numerics for every test: no silent broadcasting of ranks, no silent dtype promotion, eight CPU devices."""
 
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as mecefo_jax/devices.py does, before JAX loads its libraries
+
 import hypothesis
 import jax
 import matplotlib

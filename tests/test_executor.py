@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mecefo_jax.config import MeshConfig
+from mecefo_jax.config import BasisConfig, MeshConfig
 from mecefo_jax.data import evaluation_microbatches
 from mecefo_jax.executor import Executor, _in_parts
 from mecefo_jax.mesh import Work
 from mecefo_jax.model import loss_sum
 from mecefo_jax.node_program import Flat
+from mecefo_jax.optimizer import basis_state
 from tests.tiny import (
     FOUR_DEVICES,
     NODES,
@@ -50,6 +51,15 @@ def test_copies_stay_bit_equal_through_every_failure_and_nothing_recompiles(poli
         assert first.step == step + 1
         compilations = executor.model_compilations if compilations is None else compilations
     assert executor.model_compilations == compilations
+
+
+def test_bases_of_all_nodes_are_refreshed_at_the_same_time():
+    """Eight devices in LAPACK at once: with batched decompositions they wait for each other for ever."""
+    config = tiny_config(basis=BasisConfig(rank=4, refresh_every=1))
+    executor = make_executor(config)
+    for step in range(20):
+        executor.train_step(step, plan_for((), "neighbor", config), source)
+    assert basis_state(executor.state.opt_state).refreshes == 20
 
 
 def test_four_devices_a_node_train_as_one_device_does():

@@ -205,6 +205,8 @@ def test_too_few_live_nodes_saves_and_a_later_start_goes_on(config, tmp_path):
     with pytest.raises(TooFewLiveNodesError, match=r"2 of 4 nodes.*step 3.*min_live_nodes"):
         trainer.run(starved, tmp_path)
     assert (tmp_path / "checkpoints" / "3").is_dir()
+    failures = [(e["step"], e["node"]) for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "failure"]
+    assert failures == [(2, 1), (3, 2)]
     assert trainer.run(config, tmp_path)["tokens"] == STEPS * MICROBATCHES * SEQ
     assert [row["attempt"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1] * 3 + [2] * 9
 
