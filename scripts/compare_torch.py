@@ -7,6 +7,9 @@ Both train the same model from the same weights on the same tokens with AdamW, i
 many threads as each library takes. PyTorch runs eagerly, with its fused attention and its fused AdamW. The two take
 turns in one process. Where other programs use the CPU too, threads that wait for each other make PyTorch look several
 times slower than it is: ``--one-core`` compares CPU seconds of one thread each, which others hardly change.
+
+The first row of a size is a matrix product alone. PyTorch's come from MKL, which on processors that are not Intel's may
+reach less than half their speed: the other rows are to be read next to that one.
 """
 
 import argparse
@@ -67,13 +70,9 @@ def sizes() -> dict[str, Size]:
     quickstart = configs.get("quickstart")
     tiny = ModelConfig(hidden_size=128, ffn_size=344, num_layers=4, num_heads=4)
     mid = ModelConfig(hidden_size=512, ffn_size=1376, num_layers=8, num_heads=8)
+    batch_size, seq_len = quickstart.train.microbatch_size, quickstart.data.seq_len
     return {
-        "quickstart": Size(
-            model=quickstart.model,
-            vocab_size=258,
-            batch_size=quickstart.train.microbatch_size,
-            seq_len=quickstart.data.seq_len,
-        ),
+        "quickstart": Size(model=quickstart.model, vocab_size=258, batch_size=batch_size, seq_len=seq_len),
         "tiny": Size(model=tiny, vocab_size=258, batch_size=4, seq_len=256),
         "mid": Size(model=mid, vocab_size=8192, batch_size=4, seq_len=256),
     }
@@ -114,9 +113,9 @@ def compare(size: Size, num_rounds: int, clock: Callable[[], float]) -> dict[str
         clock: the time in seconds.
 
     Returns:
-        For each of ``forward``, ``gradient`` (forward and backward) and ``step`` (with the update): ``jax_s`` and
-        ``torch_s`` (median seconds), ``jax_tokens_per_s``, ``torch_tokens_per_s``, and ``ratio``, the median over the
-        rounds of PyTorch's time over ours: above 1 where ours is faster.
+        For each of ``product`` (one feed-forward linear), ``forward``, ``gradient`` (forward and backward) and ``step``
+        (with the update): ``jax_s`` and ``torch_s`` (median seconds), ``jax_tokens_per_s``, ``torch_tokens_per_s``, and
+        ``ratio``, the median over the rounds of PyTorch's time over ours: above 1 where ours is faster.
 
     Raises:
         ArithmeticError: the losses differ.
@@ -194,7 +193,9 @@ def jax_parts(params: Model, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, 
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    forward, gradient = jax.jit(mean_loss), jax.jit(jax.value_and_grad(mean_loss))
+    w_DF = params.blocks.feed_forward.gate.kernel[...][0]
+    x_TD = jnp.ones((tokens[:, 1:].size, w_DF.shape[0]))
+    product, forward, gradient = jax.jit(jnp.matmul), jax.jit(mean_loss), jax.jit(jax.value_and_grad(mean_loss))
     jitted_step = jax.jit(step, donate_argnums=(0, 1))
     state = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
 
@@ -204,6 +205,7 @@ def jax_parts(params: Model, tokens_BT1: Int[np.ndarray, "B T+1"]) -> dict[str, 
         return jax.block_until_ready((state, loss))
 
     return {
+        "product": lambda: jax.block_until_ready(product(x_TD, w_DF)),
         "forward": lambda: jax.block_until_ready(forward(params, tokens)),
         "gradient": lambda: jax.block_until_ready(gradient(params, tokens)),
         "step": run_step,
@@ -216,6 +218,12 @@ def torch_parts(model: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray
         model.parameters(), lr=LEARNING_RATE, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
     )
     tokens = torch.tensor(tokens_BT1, dtype=torch.int64)
+    linear = model.model.layers[0].mlp.gate_proj
+    x_TD = torch.ones(tokens[:, 1:].numel(), linear.in_features)
+
+    def product() -> object:
+        with torch.no_grad():
+            return linear(x_TD)
 
     def forward() -> object:
         with torch.no_grad():
@@ -229,7 +237,7 @@ def torch_parts(model: transformers.LlamaForCausalLM, tokens_BT1: Int[np.ndarray
         gradient()
         return optimizer.step()
 
-    return {"forward": forward, "gradient": gradient, "step": step}
+    return {"product": product, "forward": forward, "gradient": gradient, "step": step}
 
 
 def mean_loss(params: Model, tokens_BT1: Int[jax.Array, "B T+1"]) -> jax.Array:

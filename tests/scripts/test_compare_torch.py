@@ -94,7 +94,7 @@ def test_the_numbers_are_written_and_fit_each_other(monkeypatch, tmp_path, capsy
     path = tmp_path / "numbers.json"
     assert compare_torch.main(["small", "--rounds", "3", "--json", str(path)]) == 0
     numbers = json.loads(path.read_text())["sizes"]["small"]
-    assert list(numbers) == ["forward", "gradient", "step"]
+    assert list(numbers) == ["product", "forward", "gradient", "step"]
     for part in numbers.values():
         assert part["jax_tokens_per_s"] == pytest.approx(16 / part["jax_s"])
         assert part["torch_tokens_per_s"] == pytest.approx(16 / part["torch_s"])
