@@ -20,7 +20,7 @@ def quickstart() -> Config:
     Command: ``make train``, or ``python train.py quickstart``.
     Hardware: any CPU; eight devices are emulated. Made for two cores and less than five minutes.
     Expected: the loss falls well below 5.6, that of guessing bytes; no batch is lost, though at times two nodes are
-    down at once, and nothing of the model is compiled after the first step.
+    down at once, and no gradient or update program is compiled after the first step.
     """
     return Config(
         name="quickstart",
