@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+# Read when jax is imported: OpenBLAS's own threads get in each other's way where several CPU devices refresh at once.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np

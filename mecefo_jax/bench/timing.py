@@ -17,10 +17,11 @@ from jaxtyping import Float
 
 from mecefo_jax.bench.plain_step import PlainTrainer, adamw, adamw_with_bases
 from mecefo_jax.config import Config
-from mecefo_jax.degraded.basis import Method, low_rank_ffn
+from mecefo_jax.degraded.basis import BasisState, Method, low_rank_ffn
 from mecefo_jax.executor import Executor, MicrobatchSource
-from mecefo_jax.mesh import Cluster, live_mesh, make_cluster, shardings
-from mecefo_jax.model import ffn_kernel_mask
+from mecefo_jax.mesh import Cluster, live_mesh, make_cluster, partition_specs, shardings
+from mecefo_jax.model import Model, ffn_kernel_mask
+from mecefo_jax.node_program import Flat, NodeProgram
 from mecefo_jax.optimizer import basis_state
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
 from mecefo_jax.step import NodeBatch, make_reduction, node_gradients, state_for_gradients, update
@@ -110,41 +111,46 @@ def degraded_time(config: Config, state: TrainState, mesh: Mesh, vocab_size: int
 
 
 def refresh_times(config: Config, vocab_size: int, seconds: float) -> dict[str, Float[np.ndarray, "R"]]:
-    """Times of one refresh of all bases, ``svd`` and ``subspace``, and of a ``step`` of one healthy node, alone."""
-    config = _alone(_without_refresh(config))
+    """Times of one refresh of all bases on all nodes, by ``svd`` and by ``subspace``, and of a healthy ``step``."""
+    config = _without_refresh(config)
     cluster = make_cluster(config.mesh)
     state = init_sharded_state(config, vocab_size, cluster.submeshes[0])
+    contenders = {method: _refresher(config, cluster, state, method) for method in ("svd", "subspace")}
     step = _stepper(config, cluster, state, random_microbatches(config, vocab_size))
-    return take_turns(
-        {"step": step, "svd": _refresher(config, state, "svd"), "subspace": _refresher(config, state, "subspace")},
-        seconds,
-    )
+    return take_turns({"step": step, **contenders}, seconds)
 
 
 def compile_seconds(config: Config, vocab_size: int) -> dict[str, float]:
     """Seconds to trace and compile the programs of a step, each alone, from shapes."""
     cluster = make_cluster(config.mesh)
-    mesh = cluster.submeshes[0]
+    mesh, num_submeshes = cluster.submeshes[0], len(cluster.submeshes)
     state = abstract_state(config, vocab_size, mesh)
     batch = jax.eval_shape(lambda: _random_batch(config, vocab_size))
     gradients = _gradients_function(config)
     sums = jax.eval_shape(gradients, state, batch)
-    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(cluster.submeshes), *leaf.shape), leaf.dtype), sums)
-    reduction = make_reduction(stacked, live_mesh(cluster, range(len(cluster.submeshes))))
 
-    def one(submesh: Mesh, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> float:
+    def on_mesh(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> float:
         start = time.perf_counter()
-        with jax.set_mesh(submesh):
-            out = shardings(submesh, jax.eval_shape(function, *args))
+        with jax.set_mesh(mesh):
+            out = shardings(mesh, jax.eval_shape(function, *args))
             jax.jit(function, out_shardings=out, donate_argnums=donate).lower(*args).compile()
         return time.perf_counter() - start
 
     seconds = {
-        "node_program": one(mesh, gradients, state, batch),
-        "update": one(mesh, lambda state, sums: update(state, sums, config), state, sums, donate=(0,)),
+        "node_program": on_mesh(gradients, state, batch),
+        "update": on_mesh(lambda state, sums: update(state, sums, config), state, sums, donate=(0,)),
     }
+    whole_mesh = live_mesh(cluster, range(num_submeshes))
+    specs = jax.tree.map(lambda spec: P(None, *spec), partition_specs(sums), is_leaf=lambda leaf: isinstance(leaf, P))
+    stacked = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            (num_submeshes, *leaf.shape), leaf.dtype, sharding=NamedSharding(whole_mesh, P("data", *spec[1:]))
+        ),
+        sums,
+        specs,
+    )
     start = time.perf_counter()
-    reduction.lower(stacked).compile()  # type: ignore[attr-defined]
+    make_reduction(specs, whole_mesh).lower(stacked).compile()  # type: ignore[attr-defined]
     return seconds | {"reduction": time.perf_counter() - start}
 
 
@@ -175,13 +181,18 @@ def _stepper(config: Config, cluster: Cluster, state: TrainState, microbatch: Mi
     return lambda: executor.train_step(0, plan, microbatch)
 
 
-def _refresher(config: Config, state: TrainState, method: Method) -> Callable[[], Any]:
-    """A refresh of all bases from the weights, or from the moment, which costs the same."""
-    basis = config.basis
-    transformation = low_rank_ffn(basis.rank, 1, ffn_mask=ffn_kernel_mask, source="weight", method=method)
-    params, bases = state.params, basis_state(state.opt_state)
-    refresh = jax.jit(lambda params, bases: transformation.update(params, bases, params)[1])
-    return lambda: refresh(params, bases)
+def _refresher(config: Config, cluster: Cluster, state: TrainState, method: Method) -> Callable[[], Any]:
+    """A refresh of all bases on all sub-meshes, from the weights; from the moment it costs the same."""
+    transformation = low_rank_ffn(config.basis.rank, 1, ffn_mask=ffn_kernel_mask, source="weight", method=method)
+
+    def refresh(params: Model, bases: BasisState) -> BasisState:
+        return transformation.update(params, bases, params)[1]
+
+    program = NodeProgram(refresh, cluster.submeshes)
+    read = (state.params, basis_state(state.opt_state))
+    placed = [jax.device_put(read, shardings(mesh, read)) for mesh in cluster.submeshes]
+    arguments = [tuple(map(Flat.of, own)) for own in placed]
+    return lambda: [program(index, *own).leaves for index, own in enumerate(arguments)]
 
 
 def _gradients_function(config: Config) -> Callable[..., Any]:
@@ -217,12 +228,3 @@ def _batch(config: Config, mesh: Mesh, vocab_size: int) -> NodeBatch:
 
 def _without_refresh(config: Config) -> Config:
     return dataclasses.replace(config, basis=dataclasses.replace(config.basis, refresh_every=2**30))
-
-
-def _alone(config: Config) -> Config:
-    """One node, as if the cluster had no other."""
-    return dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, num_nodes=1, num_submeshes=1),
-        faults=dataclasses.replace(config.faults, scenario="none", min_live_nodes=1, persistent_nodes=()),
-    )
