@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-# Read when jax is imported: OpenBLAS's own threads get in each other's way where several CPU devices refresh at once.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from mecefo_jax import devices  # first, for it sets what JAX reads when it is imported
+
+# isort: split
 import jax
 import numpy as np
 from rich.console import Console
@@ -27,7 +28,7 @@ from rich.table import Table
 from mecefo_jax.bench.compiled import REMATS, TECHNIQUES, Remat, microbatch_flops, microbatch_temp_memory, with_variant
 from mecefo_jax.bench.timing import compile_seconds, degraded_time, healthy_step_times, refresh_times
 from mecefo_jax.cli import parse, scan
-from mecefo_jax.config import Config, DegradedConfig, check_devices, check_vocab_size
+from mecefo_jax.config import Config, DegradedConfig, check_vocab_size
 from mecefo_jax.data.tokenizer import ByteTokenizer
 from mecefo_jax.errors import ConfigError, RunError
 from mecefo_jax.mesh import make_cluster
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("a bench has no run directory and prints no config; leave --workdir and the like out")
         config, _ = parse(rest)
         vocab_size = vocabulary_size(config)
+        devices.prepare(one_node(config).mesh if arguments.analyze else config.mesh)
         if arguments.analyze:
             results = analyze(config, vocab_size)
         else:
@@ -81,7 +83,6 @@ def analyze(config: Config, vocab_size: int) -> dict[str, Any]:
         ``run``, ``degraded_cost`` (``flops`` alone) and ``temp_memory``; JSON-able.
     """
     config = one_node(config)
-    _show_devices(config)
     costs: dict[str, dict[str, dict[str, float]]] = {name: {} for name in TECHNIQUES}
     memory: dict[str, dict[str, int]] = {name: {} for name in ("exact", *TECHNIQUES)}
     mesh = make_cluster(config.mesh).submeshes[0]
@@ -108,7 +109,6 @@ def measure(config: Config, vocab_size: int, seconds: float) -> dict[str, Any]:
     Returns:
         ``run``, the keys of docs/benchmarks.md, and ``step_s`` (median seconds of a step); JSON-able.
     """
-    _show_devices(config)
     steps = healthy_step_times(config, vocab_size, seconds)
     refreshes = refresh_times(config, vocab_size, seconds)
     compiled = analyze(config, vocab_size)
@@ -207,11 +207,10 @@ def _time_degraded(config: Config, vocab_size: int, seconds: float, costs: dict[
 
 def _facts(config: Config) -> dict[str, Any]:
     """What the numbers hold for."""
-    devices = jax.devices()
     return {
         "name": config.name,
         "date": time.strftime("%Y-%m-%d"),
-        "devices": f"{config.mesh.num_devices} x {devices[0].device_kind}",
+        "devices": f"{config.mesh.num_devices} x {jax.devices()[0].device_kind}",
         "cpu_cores": os.cpu_count(),
         "jax": jax.__version__,
         "dtype": str(compute_dtype(config.model)),
@@ -219,14 +218,6 @@ def _facts(config: Config) -> dict[str, Any]:
         "rank": config.basis.rank,
         "refresh_every": config.basis.refresh_every,
     }
-
-
-def _show_devices(config: Config) -> None:
-    """Let the CPU show as many devices as the mesh needs, unless the environment says how many."""
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if jax.config.jax_num_cpu_devices < 0 and not chosen:  # type: ignore[attr-defined]
-        jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
-    check_devices(config.mesh, jax.device_count())
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -239,5 +230,4 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_compilation_cache", False)  # compile_s is that of a first run
     sys.exit(main(sys.argv[1:]))
