@@ -116,6 +116,7 @@ def test_temporary_memory_by_layer():
     assert bytes_per_layer(degraded=False) >= 6 * stream + 3 * 4 * b * model.ffn_size
 
 
+@pytest.mark.slow
 def test_plain_step_trains_as_the_executor_does():
     optim = OptimConfig(learning_rate=1e-2, warmup_steps=2)
     config = dataclasses.replace(TINY, mesh=MeshConfig(num_nodes=2, fsdp=2, tensor=2), optim=optim)
