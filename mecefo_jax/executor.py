@@ -4,6 +4,7 @@ Holds each live sub-mesh's copy of the train state. A dead node's copy is gone; 
 of a live one. All calls but ``evaluate`` return before the devices are done.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -63,16 +64,19 @@ class Programs:
     def reduce(self, own: Mapping[int, Flat]) -> dict[int, Flat]:
         """The total of the live sub-meshes' sums, as each of them holds it."""
         live, parts = tuple(own), list(own.values())
-        mesh = live_mesh(self._cluster, live)
-        specs = tuple(spec_of(leaf) for leaf in parts[0].leaves)
-        reduced = _reduction(mesh, specs)(stack([part.leaves for part in parts], mesh))
+        mesh, reduction = _reduction(self._cluster, live, tuple(spec_of(leaf) for leaf in parts[0].leaves))
+        reduced = reduction(stack([part.leaves for part in parts], mesh))
         shares = views(reduced, [self._cluster.submeshes[index] for index in live])
         return {index: Flat(leaves, parts[0].structure) for index, leaves in zip(live, shares, strict=True)}
 
 
 @functools.lru_cache(maxsize=64)
-def _reduction(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[PyTree], PyTree]:
-    return make_reduction(list(specs), mesh)
+def _reduction(
+    cluster: Cluster, live: tuple[int, ...], specs: tuple[P, ...]
+) -> tuple[Mesh, Callable[[PyTree], PyTree]]:
+    """The mesh of the live sub-meshes, and the reduction on it."""
+    mesh = live_mesh(cluster, live)
+    return mesh, make_reduction(list(specs), mesh)
 
 
 @functools.lru_cache(maxsize=8)
@@ -95,6 +99,7 @@ class Executor:
         self._config, self._cluster = config, cluster
         self._programs = programs_for(config.compiled_part, cluster)
         self._shardings = [jax.tree.leaves(shardings(mesh, state)) for mesh in cluster.submeshes]
+        self._batch_shardings = [_batch_shardings(mesh) for mesh in cluster.submeshes]
         flat = Flat.of(state)
         self._states = {index: self._copy(flat, index) for index in range(len(cluster.submeshes))}
 
@@ -198,15 +203,14 @@ class Executor:
         for slot, microbatch_id in enumerate(ids):
             tokens_SBT[slot] = microbatch(int(microbatch_id))
         unused = self.slots - used
-        mesh = self._cluster.submeshes[index]
-        whole, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "fsdp"))
-        return NodeBatch(
-            tokens_SBT=jax.device_put(tokens_SBT, by_row),
-            ids_S=jax.device_put(np.pad(ids, (0, unused)), whole),
-            degraded_SL=jax.device_put(np.pad(degraded_ML[ids], ((0, unused), (0, 0))), whole),
-            num_exact=jax.device_put(np.int32(len(part.exact)), whole),
-            num_degraded=jax.device_put(np.int32(len(part.degraded)), whole),
-        )
+        arrays = {
+            "tokens_SBT": tokens_SBT,
+            "ids_S": np.pad(ids, (0, unused)),
+            "degraded_SL": np.pad(degraded_ML[ids], ((0, unused), (0, 0))),
+            "num_exact": np.int32(len(part.exact)),
+            "num_degraded": np.int32(len(part.degraded)),
+        }
+        return NodeBatch(**jax.device_put(arrays, self._batch_shardings[index]))
 
 
 def _in_parts(share: Work, slots: int) -> list[Work]:
@@ -219,6 +223,12 @@ def _in_parts(share: Work, slots: int) -> list[Work]:
         low = slice(max(start - boundary, 0), max(stop - boundary, 0))
         parts.append(Work(exact[start:stop], degraded[low]))
     return parts
+
+
+def _batch_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
+    """Of a ``NodeBatch``, by field: rows of microbatches over ``fsdp``, the rest whole."""
+    whole = {field.name: NamedSharding(mesh, P()) for field in dataclasses.fields(NodeBatch)}
+    return whole | {"tokens_SBT": NamedSharding(mesh, P(None, "fsdp"))}
 
 
 def _with_leading_axis(tree: PyTree) -> PyTree:
