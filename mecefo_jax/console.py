@@ -70,6 +70,7 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
     "already_finished": ("cyan", lambda step, fields: "this run is finished; evaluating and reporting once more"),
     "config_changed": ("yellow", lambda step, fields: f"warning: changed since the checkpoint: {fields['change']}"),
     "takeover": ("", _takeover),
+    "still_down": ("red", lambda step, fields: f"still down: {_names(fields, 'node')}"),
     "skipped": ("yellow", lambda step, fields: f"not finite: update skipped ({fields['in_a_row']} in a row)"),
 }
 """Style and line of the kinds of events that are more than their name and fields."""
@@ -158,7 +159,8 @@ class RunConsole:
         if "eval_perplexity" in values:
             parts.append(f"perplexity {_number(values['eval_perplexity'], '.2f')}")
         if "failures" in values:
-            parts.append(f"{values['failures']} failures, {values.get('recoveries', '-')} recoveries")
+            failures = counted(values["failures"], "failure", "failures")
+            parts.append(f"{failures}, {counted(values.get('recoveries', 0), 'recovery', 'recoveries')}")
         if "wall_time_s" in values:
             parts.append(_duration(values["wall_time_s"]))
         self._print("; ".join(parts), "bold")
@@ -202,6 +204,11 @@ class RunConsole:
             write()
         except OSError:  # a closed pipe or terminal: the files still have everything
             self._console = None
+
+
+def counted(count: int, singular: str, plural: str) -> str:
+    """``1 failure``, ``2 failures``."""
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -37,6 +37,12 @@ class NonFiniteError(RunError):
     exit_code = 6
 
 
+class InterruptedRunError(RunError):
+    """The run was interrupted from the keyboard and has saved its state."""
+
+    exit_code = 130
+
+
 class PreemptedError(RunError):
     """The process was asked to stop (SIGTERM) and has saved its state."""
 

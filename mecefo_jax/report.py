@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from mecefo_jax.console import counted
 from mecefo_jax.errors import DataError
 from mecefo_jax.metrics import EVENTS_FILE, METRICS_FILE, read_events, read_rows
 
@@ -147,7 +148,7 @@ def _mark(axes: Axes, events: Iterable[Mapping[str, Any]], steps: np.ndarray, li
             y = live[np.maximum(np.searchsorted(steps, at[kind], side="right") - 1, 0)]
             axes.plot(at[kind], y, ls="", marker=marker, color=color, ms=6.5, mec="white", mew=0.6, label=label)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", ncols=2)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.93), ncols=2, borderpad=0.1)
 
 
 def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
@@ -249,8 +250,8 @@ def _subtitle(
         parts.append(f"loss {initial:.3f} to {final:.3f}" if rows[1:] else f"loss {final:.3f}")
     if len(perplexities):
         parts.append(f"perplexity {perplexities[-1]:.2f}")
-    parts.append(f"{summary.get('failures', kinds.count('failure'))} failures")
-    parts.append(f"{summary.get('recoveries', kinds.count('recovery'))} recoveries")
+    parts.append(counted(summary.get("failures", kinds.count("failure")), "failure", "failures"))
+    parts.append(counted(summary.get("recoveries", kinds.count("recovery")), "recovery", "recoveries"))
     if summary.get("tokens") is not None:
         parts.append(f"{summary['tokens']:,} tokens")
     return "   |   ".join(parts)

@@ -17,7 +17,15 @@ from mecefo_jax.checkpoint import Checkpointer
 from mecefo_jax.config import Config, check_vocab_size
 from mecefo_jax.config_file import from_dict, save_config, to_dict
 from mecefo_jax.data import PreparedData, Sampler, check_vocabulary, evaluation_microbatches, prepare
-from mecefo_jax.errors import ConfigError, DataError, NonFiniteError, PreemptedError, TooFewLiveNodesError
+from mecefo_jax.errors import (
+    ConfigError,
+    DataError,
+    InterruptedRunError,
+    NonFiniteError,
+    PreemptedError,
+    RunError,
+    TooFewLiveNodesError,
+)
 from mecefo_jax.executor import Executor
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.identity import check_identity
@@ -66,12 +74,13 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
     with (
         locked(workdir / "run", on_wait=lambda: _refuse_to_share(workdir), setting="--workdir"),
         RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
-        _preemption_requests() as preempted,
+        _stop_requests() as stop,
     ):
         trainer = Trainer(config, workdir, prepared, vocab_size, log)
-        save_config(config, workdir / "config.json")
+        if not trainer.is_finished:  # a finished run stays what it was
+            save_config(config, workdir / "config.json")
         with contextlib.closing(trainer):
-            return trainer.run(preempted)
+            return trainer.run(stop)
 
 
 class Trainer:
@@ -110,26 +119,31 @@ class Trainer:
         state = self._restored(vocab_size, cluster.submeshes[0])
         if state is None:
             state = init_sharded_state(config, vocab_size, cluster.submeshes[0])
-        self._done = int(state.step)
+        self._done = self._first_step = int(state.step)
         self._executor = Executor(config, cluster, state)
         self._throughput = self._new_throughput(vocab_size)
         self._pending: _Dispatched | None = None
         self._saved_step: int | None = None
         self._model_compilations_of_first_step: int | None = None
 
-    def run(self, preempted: Mapping[str, bool]) -> dict[str, Any]:
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done."""
+        return self._done >= self._config.train.steps
+
+    def run(self, stop: "StopRequest") -> dict[str, Any]:
         """Train the remaining steps, evaluate, save, and write the summary and the report."""
         config, started = self._config, time.perf_counter()
-        already_finished = self._done >= config.train.steps
+        already_finished = self.is_finished
         if already_finished:
             self._log.event("already_finished", self._done, steps=config.train.steps)
         earlier_s = self.progress.wall_time_s
         for step in range(self._done, config.train.steps):
             self._train(step)
             self.progress.wall_time_s = earlier_s + time.perf_counter() - started
-            if preempted["requested"] and self._done < config.train.steps:
+            if stop.received is not None and not self.is_finished:
                 self._save_and_wait()
-                raise PreemptedError(f"stopped by SIGTERM after step {self._done}; the same command resumes there")
+                raise stop.error(self._done)
         self._flush()
         final_eval = self._evaluate()
         if not already_finished:
@@ -153,9 +167,10 @@ class Trainer:
         metrics = self._executor.train_step(step, plan, self._sampler.microbatch)
         if self._model_compilations_of_first_step is None:
             self._model_compilations_of_first_step = self._executor.model_compilations
-        previous, self._pending = self._pending, _Dispatched(step, plan, metrics, self.progress.failures)
+        previous, self._pending = self._pending, _Dispatched(step, plan, metrics, self._failures_through(step, plan))
         if previous is not None:
             self._commit(previous, ended=started)
+        self._report_change(step, plan)
         self._done = done = step + 1
         self._log.progress(done)
         self._checkpoints.poll()
@@ -171,10 +186,9 @@ class Trainer:
             self._save()
 
     def _plan(self, step: int) -> Plan:
-        """The plan of a step; reports what changed since the step before it."""
+        """The plan of a step; saves and gives up where too few units live."""
         config = self._config
         live_NS = self._faults.live(step)
-        before_NS = self._faults.live(step - 1) if step else np.ones_like(live_NS)
         live_nodes = int(live_NS.any(axis=1).sum())
         try:
             if live_nodes < config.faults.min_live_nodes:
@@ -190,14 +204,19 @@ class Trainer:
                 slack=config.faults.slack,
             )
         except TooFewLiveNodesError as error:
-            self._report_units(step, before_NS, live_NS, plan=None)
+            self._flush()
+            self._report_units(step, self._live_before(step), live_NS, plan=None)
             self._save_and_wait()
             raise TooFewLiveNodesError(f"{error}; the state of step {self._done} is saved") from error
-        if (live_NS != before_NS).any():
-            self._report_change(step, before_NS, plan)
         return plan
 
-    def _report_change(self, step: int, before_NS: np.ndarray, plan: Plan) -> None:
+    def _report_change(self, step: int, plan: Plan) -> None:
+        """Events for what the plan of this step changes, and after a resume for what it found changed."""
+        before_NS = self._live_before(step)
+        if step == self._first_step and step and not plan.live_NS.all():
+            self._log.event("still_down", step, nodes=np.flatnonzero(~plan.live_NS.all(axis=1)).tolist())
+        if (plan.live_NS == before_NS).all():
+            return
         self._report_units(step, before_NS, plan.live_NS, plan)
         self.progress.failures += int((before_NS & ~plan.live_NS).sum())
         self.progress.recoveries += int((plan.live_NS & ~before_NS).sum())
@@ -212,6 +231,15 @@ class Trainer:
             degraded_fraction=float(plan.degraded_MS.mean(axis=1)[plan.executor_M >= 0].mean()),
             critical_load=plan.critical_load(self._degraded_cost),
         )
+
+    def _live_before(self, step: int) -> np.ndarray:
+        """Live units of the step before; all of them before the first step."""
+        live_NS = self._faults.live(max(step - 1, 0))
+        return live_NS if step else np.ones_like(live_NS)
+
+    def _failures_through(self, step: int, plan: Plan) -> int:
+        """Failures of the run up to and including this step."""
+        return self.progress.failures + int((self._live_before(step) & ~plan.live_NS).sum())
 
     def _report_units(self, step: int, before_NS: np.ndarray, live_NS: np.ndarray, plan: Plan | None) -> None:
         """An event for each unit that failed or came back; with a plan, who covers what failed."""
@@ -361,16 +389,32 @@ def _run_config(identity: Mapping[str, Any]) -> Config:
     return from_dict({**identity, "data": data})
 
 
+@dataclasses.dataclass
+class StopRequest:
+    """A signal that asked the run to stop, if one came; a step under way is not torn."""
+
+    received: signal.Signals | None = None
+
+    def error(self, step: int) -> RunError:
+        """How the run ends, its state being saved after ``step``."""
+        assert self.received is not None
+        kind = InterruptedRunError if self.received == signal.SIGINT else PreemptedError
+        return kind(f"stopped by {self.received.name} after step {step}; the same command resumes there")
+
+
 @contextlib.contextmanager
-def _preemption_requests() -> Iterator[dict[str, bool]]:
-    """Turns SIGTERM into a flag, since a step under way must not be torn."""
-    request = {"requested": False}
+def _stop_requests() -> Iterator[StopRequest]:
+    """Notes SIGTERM and the first Ctrl-C; a second Ctrl-C interrupts at once."""
+    request = StopRequest()
 
-    def remember(signum: int, frame: object) -> None:
-        request["requested"] = True
+    def note(signum: int, frame: object) -> None:
+        if signum == signal.SIGINT and request.received is not None:
+            raise KeyboardInterrupt
+        request.received = signal.Signals(signum)
 
-    previous = signal.signal(signal.SIGTERM, remember)
+    previous = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield request
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from mecefo_jax.cli import parse
 from mecefo_jax.data import check_vocabulary, prepare
 from mecefo_jax.errors import RunError
+from mecefo_jax.terminal import give_up_unwritable_output
 
 
 def main(argv: Sequence[str]) -> int:

@@ -290,7 +290,7 @@ def test_plain_lines_without_a_terminal(tmp_path):
         "  59100  saved",
         "  59101  skipped step: loss nan",
         "  60000  evaluation: loss 3.5000, perplexity 33.12",
-        "60000 steps; loss 10.400 -> 2.500; 3 failures, - recoveries; 2h02m",
+        "60000 steps; loss 10.400 -> 2.500; 3 failures, 0 recoveries; 2h02m",
     ):
         assert expected in lines
     assert not any("basis" in line for line in lines)

@@ -29,6 +29,7 @@ from mecefo_jax.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    InterruptedRunError,
     NonFiniteError,
     PreemptedError,
     TooFewLiveNodesError,
@@ -116,6 +117,10 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_run_through_failures_leaves_a_complete_record(config, tmp_path):
     summary = trainer.run(config, tmp_path)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
@@ -200,6 +205,19 @@ def test_a_checkpoint_of_four_nodes_goes_on_with_others(config, tmp_path, monkey
     np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "four"), rtol=1e-5)
 
 
+def test_ctrl_c_saves_once_and_stops_at_once_when_repeated(config, tmp_path, monkeypatch):
+    StopAt(monkeypatch, 5, interrupt)
+    with pytest.raises(InterruptedRunError, match="SIGINT after step 6"):
+        trainer.run(config, tmp_path)
+    assert (tmp_path / "checkpoints" / "6").is_dir()
+    StopAt(monkeypatch, 7, lambda: (interrupt(), interrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(config, tmp_path)
+    assert trainer.run(config, tmp_path)["steps"] == STEPS
+    still_down = [(e["step"], e["nodes"]) for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "still_down"]
+    assert still_down[-1] == (6, [2])
+
+
 def test_too_few_live_nodes_saves_and_a_later_start_goes_on(config, tmp_path):
     starved = changed(config, faults={"min_live_nodes": 3})
     with pytest.raises(TooFewLiveNodesError, match=r"2 of 4 nodes.*step 3.*min_live_nodes"):
@@ -226,8 +244,9 @@ def test_a_finished_run_says_so_and_reports_again(config, tmp_path):
     first = trainer.run(config, tmp_path)
     (tmp_path / "report.png").unlink()
     rows = read_rows(tmp_path / "metrics.jsonl")
-    again = trainer.run(config, tmp_path)
+    again = trainer.run(changed(config, faults={"policy": "drop"}), tmp_path)
     assert again == first
+    assert read_config(tmp_path / "config.json") == config
     assert (tmp_path / "report.png").exists()
     assert read_rows(tmp_path / "metrics.jsonl") == rows
     assert "already_finished" in [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
