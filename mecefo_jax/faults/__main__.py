@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     seen = statistics(live_TU)
     console = Console(highlight=False)
     units = f"{num_nodes} nodes" if config.num_stages == 1 else f"{num_nodes} nodes of {config.num_stages} stages"
-    console.print(f"[bold]{config.scenario}[/bold]: {units}, {steps} steps, seed {seed}\n")
+    console.print(f"[bold]{config.scenario}[/bold]: {units}, {steps} steps, seed {seed}{_times(config)}\n")
     console.print(draw_timeline(live_TU, source.num_stages, console.width))
     console.print(
         f"\nfailures {seen.failures}, recoveries {seen.recoveries}\n"
@@ -67,6 +67,15 @@ def _faults(arguments: dict[str, Any], num_nodes: int, seed: int) -> FaultsConfi
         if message is not None:
             raise ConfigError(message)
     return faults
+
+
+def _times(config: FaultsConfig) -> str:
+    """What decides when things happen, where it is not in the scenario's name."""
+    if config.scenario == "steps":
+        return f"; a failure each {config.fail_every_steps:g} steps, back after {config.back_after_steps:g}"
+    if config.scenario in ("low", "mid", "high", "trace"):
+        return f"; a step takes {config.step_seconds:g} s"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

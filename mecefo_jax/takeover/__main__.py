@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     console = Console(highlight=False)
     failed = ", ".join(arguments.failed.split(",")) or "nothing"
-    console.print(f"{arguments.nodes} nodes, failed: {failed}\n", style="bold")
+    console.print(f"{arguments.nodes} nodes, failed: {failed}", style="bold")
+    per_node, cost = arguments.microbatches_per_node, arguments.degraded_cost
+    console.print(f"{per_node} microbatches a node; a degraded one costs {cost:g} of an exact one\n")
     if arguments.stages == 1 and len(plans) > 1:
         console.print(draw_comparison(plans, arguments.degraded_cost))
         return 0
