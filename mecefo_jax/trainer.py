@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mecefo_jax.checkpoint import Checkpointer
 from mecefo_jax.config import Config, check_vocab_size
@@ -20,16 +18,13 @@ from mecefo_jax.data import PreparedData, Sampler, check_vocabulary, evaluation_
 from mecefo_jax.errors import (
     ConfigError,
     DataError,
-    InterruptedRunError,
     NonFiniteError,
-    PreemptedError,
-    RunError,
     TooFewLiveNodesError,
 )
 from mecefo_jax.executor import Executor
-from mecefo_jax.faults import make_fault_source
 from mecefo_jax.identity import check_identity
 from mecefo_jax.locking import locked
+from mecefo_jax.membership import Membership
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.optimizer import learning_rate_schedule
@@ -38,7 +33,8 @@ from mecefo_jax.progress import Progress
 from mecefo_jax.report import write_report
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
 from mecefo_jax.step import StepMetrics
-from mecefo_jax.takeover import Plan, degraded_cost, make_plan
+from mecefo_jax.stopping import StopRequest, stop_requests
+from mecefo_jax.takeover import Plan, degraded_cost
 from mecefo_jax.takeover.cost import exact_flops
 
 
@@ -74,7 +70,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
     with (
         locked(workdir / "run", on_wait=lambda: _refuse_to_share(workdir), setting="--workdir"),
         RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
-        _stop_requests() as stop,
+        stop_requests() as stop,
     ):
         trainer = Trainer(config, workdir, prepared, vocab_size, log)
         if not trainer.is_finished:  # a finished run stays what it was
@@ -106,8 +102,6 @@ class Trainer:
         self._held_out = evaluation_microbatches(prepared.validation, train.microbatch_size, config.eval.batches)
         if config.eval.every and not len(self._held_out):
             log.event("not_evaluated", 0, reason="no held-out text")
-        self._faults = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=train.seed)
-        self._degraded_cost = _degraded_cost(config, vocab_size)
 
         self._checkpoints = Checkpointer(
             workdir / "checkpoints",
@@ -119,7 +113,8 @@ class Trainer:
         state = self._restored(vocab_size, cluster.submeshes[0])
         if state is None:
             state = init_sharded_state(config, vocab_size, cluster.submeshes[0])
-        self._done = self._first_step = int(state.step)
+        self._done = int(state.step)
+        self._membership = Membership(config, _degraded_cost(config, vocab_size), self.progress, log, self._done)
         self._executor = Executor(config, cluster, state)
         self._throughput = self._new_throughput(vocab_size)
         self._pending: _Dispatched | None = None
@@ -131,7 +126,7 @@ class Trainer:
         """Whether all steps are done."""
         return self._done >= self._config.train.steps
 
-    def run(self, stop: "StopRequest") -> dict[str, Any]:
+    def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train the remaining steps, evaluate, save, and write the summary and the report."""
         config, started = self._config, time.perf_counter()
         already_finished = self.is_finished
@@ -164,13 +159,14 @@ class Trainer:
     def _train(self, step: int) -> None:
         """Dispatch one step, then see to the one before it while the devices work."""
         plan, started = self._plan(step), time.perf_counter()
+        failures = self._membership.failures_through(step)
         metrics = self._executor.train_step(step, plan, self._sampler.microbatch)
         if self._model_compilations_of_first_step is None:
             self._model_compilations_of_first_step = self._executor.model_compilations
-        previous, self._pending = self._pending, _Dispatched(step, plan, metrics, self._failures_through(step, plan))
+        previous, self._pending = self._pending, _Dispatched(step, plan, metrics, failures)
         if previous is not None:
             self._commit(previous, ended=started)
-        self._report_change(step, plan)
+        self._membership.report(step, plan)
         self._done = done = step + 1
         self._log.progress(done)
         self._checkpoints.poll()
@@ -187,69 +183,13 @@ class Trainer:
 
     def _plan(self, step: int) -> Plan:
         """The plan of a step; saves and gives up where too few units live."""
-        config = self._config
-        live_NS = self._faults.live(step)
-        live_nodes = int(live_NS.any(axis=1).sum())
         try:
-            if live_nodes < config.faults.min_live_nodes:
-                raise TooFewLiveNodesError(
-                    f"{live_nodes} of {config.mesh.num_nodes} nodes are live at step {step}, "
-                    f"faults.min_live_nodes is {config.faults.min_live_nodes}"
-                )
-            plan = make_plan(
-                live_NS,
-                config.faults.policy,
-                microbatches_per_node=config.train.microbatches_per_node,
-                degraded_cost=self._degraded_cost,
-                slack=config.faults.slack,
-            )
+            return self._membership.plan(step)
         except TooFewLiveNodesError as error:
             self._flush()
-            self._report_units(step, self._live_before(step), live_NS, plan=None)
+            self._membership.report(step, None)
             self._save_and_wait()
             raise TooFewLiveNodesError(f"{error}; the state of step {self._done} is saved") from error
-        return plan
-
-    def _report_change(self, step: int, plan: Plan) -> None:
-        """Events for what the plan of this step changes, and after a resume for what it found changed."""
-        before_NS = self._live_before(step)
-        if step == self._first_step and step and not plan.live_NS.all():
-            self._log.event("still_down", step, nodes=np.flatnonzero(~plan.live_NS.all(axis=1)).tolist())
-        if (plan.live_NS == before_NS).all():
-            return
-        self._report_units(step, before_NS, plan.live_NS, plan)
-        self.progress.failures += int((before_NS & ~plan.live_NS).sum())
-        self.progress.recoveries += int((plan.live_NS & ~before_NS).sum())
-        self._log.event(
-            "takeover",
-            step,
-            policy=plan.policy,
-            live_nodes=int(plan.live_NS.any(axis=1).sum()),
-            taken_over=len(plan.taken_over),
-            degraded=len(plan.degraded),
-            dropped=len(plan.dropped),
-            degraded_fraction=float(plan.degraded_MS.mean(axis=1)[plan.executor_M >= 0].mean()),
-            critical_load=plan.critical_load(self._degraded_cost),
-        )
-
-    def _live_before(self, step: int) -> np.ndarray:
-        """Live units of the step before; all of them before the first step."""
-        live_NS = self._faults.live(max(step - 1, 0))
-        return live_NS if step else np.ones_like(live_NS)
-
-    def _failures_through(self, step: int, plan: Plan) -> int:
-        """Failures of the run up to and including this step."""
-        return self.progress.failures + int((self._live_before(step) & ~plan.live_NS).sum())
-
-    def _report_units(self, step: int, before_NS: np.ndarray, live_NS: np.ndarray, plan: Plan | None) -> None:
-        """An event for each unit that failed or came back; with a plan, who covers what failed."""
-        by_stage = self._config.faults.granularity == "stage"
-        for kind, changed_NS in (("failure", before_NS & ~live_NS), ("recovery", live_NS & ~before_NS)):
-            for node, stage in np.argwhere(changed_NS):
-                where: dict[str, Any] = {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
-                if kind == "failure" and plan is not None:
-                    where["covered_by"] = plan.assignees_of(int(node), int(stage)).tolist()
-                self._log.event(kind, step, **where)
 
     def _commit(self, dispatched: _Dispatched, ended: float | None = None) -> None:
         """Read a step's metrics, account for it, and log it if it is due; ``ended``: now, once it has been read."""
@@ -257,7 +197,7 @@ class Trainer:
         assert (metrics.computed_M == (plan.executor_M >= 0)).all(), "a microbatch was lost or computed twice"
         tokens = int(metrics.tokens_M.sum())
         degraded_tokens = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1))
-        critical_load = plan.critical_load(self._degraded_cost)
+        critical_load = plan.critical_load(self._membership.degraded_cost)
         self.progress.commit(
             dispatched.step,
             loss=float(metrics.loss),
@@ -387,34 +327,3 @@ def _run_config(identity: Mapping[str, Any]) -> Config:
     """The config in a checkpoint's identity, without what the run added to it."""
     data = {name: value for name, value in identity["data"].items() if name != "fingerprint"}
     return from_dict({**identity, "data": data})
-
-
-@dataclasses.dataclass
-class StopRequest:
-    """A signal that asked the run to stop, if one came; a step under way is not torn."""
-
-    received: signal.Signals | None = None
-
-    def error(self, step: int) -> RunError:
-        """How the run ends, its state being saved after ``step``."""
-        assert self.received is not None
-        kind = InterruptedRunError if self.received == signal.SIGINT else PreemptedError
-        return kind(f"stopped by {self.received.name} after step {step}; the same command resumes there")
-
-
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[StopRequest]:
-    """Notes SIGTERM and the first Ctrl-C; a second Ctrl-C interrupts at once."""
-    request = StopRequest()
-
-    def note(signum: int, frame: object) -> None:
-        if signum == signal.SIGINT and request.received is not None:
-            raise KeyboardInterrupt
-        request.received = signal.Signals(signum)
-
-    previous = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield request
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
