@@ -168,8 +168,8 @@ def test_reroute_follows_the_failure_free_run_and_neighbor_starts_from_its_loss(
     for name, run in {"healthy": healthy, "reroute": reroute, "neighbor": neighbor}.items():
         trainer.run(run, tmp_path / name)
     expected = losses(tmp_path / "healthy")
-    # Float noise of sums in another order, grown over 50 steps of training.
-    np.testing.assert_allclose(losses(tmp_path / "reroute"), expected, rtol=1e-4)
+    # Sums of 24 microbatches in another order differ by some ulp (6e-8); training may grow that a hundredfold.
+    np.testing.assert_allclose(losses(tmp_path / "reroute"), expected, rtol=6e-6)
     assert losses(tmp_path / "neighbor")[0] == pytest.approx(expected[0], rel=1e-6)
 
 
