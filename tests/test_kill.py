@@ -54,11 +54,10 @@ def start(config_path: pathlib.Path, workdir: pathlib.Path, records: pathlib.Pat
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def kill_at_a_random_moment(process: subprocess.Popen, workdir: pathlib.Path, rng: random.Random) -> None:
-    """SIGKILL at a random time after a checkpoint newer than those the process has found is complete."""
-    found = checkpoints(workdir)
+def kill_at_a_random_moment(process: subprocess.Popen, workdir: pathlib.Path, attempt: int, rng: random.Random) -> None:
+    """SIGKILL at a random time after the process has reported a save of its own."""
     try:
-        while checkpoints(workdir) <= found:
+        while not has_saved(workdir, attempt):
             assert process.poll() is None, process.stdout.read().decode()
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.5))
@@ -67,11 +66,12 @@ def kill_at_a_random_moment(process: subprocess.Popen, workdir: pathlib.Path, rn
         process.communicate()
 
 
-def checkpoints(workdir: pathlib.Path) -> set[int]:
-    """Steps with a complete checkpoint, of all that were ever seen (older ones are deleted)."""
-    names = [path.name for path in (workdir / "checkpoints").glob("*")] if (workdir / "checkpoints").exists() else []
-    newest = max((int(name) for name in names if name.isdecimal()), default=0)
-    return set(range(newest + 1)) - {0}
+def has_saved(workdir: pathlib.Path, attempt: int) -> bool:
+    """Whether an attempt has saved; a directory may also be the save of an earlier one, completed by a later one."""
+    events = workdir / "events.jsonl"
+    if not events.exists():
+        return False
+    return any(event["kind"] == "saved" and event["attempt"] == attempt for event in read_events(events))
 
 
 def committed_records(path: pathlib.Path) -> dict[tuple[int, int], list[int]]:
@@ -98,8 +98,8 @@ def test_killed_twice_ends_bit_equal_with_the_same_records(config, tmp_path):
     seed = time.time_ns()
     print(f"seed of the random moments: {seed}")
     rng = random.Random(seed)
-    for _ in range(2):
-        kill_at_a_random_moment(start(*arguments), tmp_path / "cut", rng)
+    for attempt in (1, 2):
+        kill_at_a_random_moment(start(*arguments), tmp_path / "cut", attempt, rng)
     last = start(*arguments)
     output, _ = last.communicate()
     assert last.returncode == 0, output.decode()
