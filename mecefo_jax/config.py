@@ -256,8 +256,8 @@ class BasisConfig:
 class FaultsConfig:
     """Which nodes are dead at which step, and what the others do about it."""
 
-    scenario: Literal["none", "low", "mid", "high", "steps", "persistent", "trace", "script"] = "none"
-    """none; the paper's low, mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps);
+    scenario: Literal["none", "low", "mid", "high", "steps", "persistent", "trace", "script", "live"] = "none"
+    """live: nodes are processes (section cluster), and who is dead is what is found; else emulated: none; the paper's low, mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps);
     persistent (persistent_nodes); trace (trace_file); script (script)."""
     policy: Literal["neighbor", "reroute", "balanced", "drop"] = "neighbor"
     """How the microbatches of dead nodes are taken over."""
@@ -347,6 +347,78 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Nodes as processes of their own, which really die; without a coordinator they are emulated in one process."""
+
+    coordinator: str = ""
+    """host:port of process 0, which coordinates and trains nothing; auto: found by JAX (SLURM, Kubernetes); empty:
+    nodes are emulated in one process."""
+    process_id: int | None = None
+    """Number of this process: 0 is the coordinator, all others are nodes or spares; None: found by JAX."""
+    num_processes: int | None = None
+    """Processes in all: the coordinator, the nodes and the spares; None: found by JAX."""
+    listen_on: str = ""
+    """Address that the coordinator listens on; empty: that of coordinator, so the loopback if that is one."""
+    startup_seconds: int = 300
+    """Longest wait for all processes to come up; whoever is missing is named meanwhile."""
+    heartbeat_seconds: int = 10
+    """Silence after which the coordinator takes a process for dead; checked each second."""
+    collective_seconds: int = 5
+    """Longest wait inside one reduction or transfer, once all have reached it; a death in the midst of it costs this."""
+    progress_seconds: int = 60
+    """Time without progress after which a process dumps its stacks and ends itself (exit 124); more than a step."""
+    first_step_seconds: int = 600
+    """The same while programs are compiled, states are read or evaluations run."""
+    memory_every: int = 1
+    """Steps between copies of the state to shared memory, from which a restart in place goes on; 0: no copies."""
+    compile_cache: str = "~/.cache/mecefo_jax/compiled"
+    """Where compiled programs are kept, so that a process that comes back need not compile; empty: nowhere."""
+    audit: bool = False
+    """Whether each process records what it computed (audit/ in the run directory), to prove that nothing was lost."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range, or time-outs are not ordered as they must be."""
+        check_types(self, "cluster.")
+        check_range("cluster.process_id", self.process_id, at_least=0)
+        check_range("cluster.num_processes", self.num_processes, at_least=2)
+        for field in ("startup_seconds", "heartbeat_seconds", "collective_seconds", "progress_seconds"):
+            check_range(f"cluster.{field}", getattr(self, field), at_least=1)
+        check_range("cluster.memory_every", self.memory_every, at_least=0)
+        if self.coordinator not in ("", "auto"):
+            host, colon, port = self.coordinator.rpartition(":")
+            if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+                raise ConfigError(f"cluster.coordinator: got {self.coordinator!r}, expected host:port, auto or nothing")
+            for field in ("process_id", "num_processes"):
+                if getattr(self, field) is None:
+                    raise ConfigError(f"cluster.{field}: got none with cluster.coordinator {self.coordinator}; set it")
+        if self.process_id is not None and self.num_processes is not None:
+            below = f"less than cluster.num_processes ({self.num_processes})"
+            check_fits("cluster.process_id", self.process_id, lambda number: number < (self.num_processes or 0), below)
+        self._check_ladder()
+
+    def _check_ladder(self) -> None:
+        """Each time-out must be able to act before the next one up does."""
+        for field in ("collective_seconds", "heartbeat_seconds"):
+            seconds = getattr(self, field)
+            if seconds >= self.progress_seconds:
+                raise ConfigError(
+                    f"cluster.{field}: got {seconds}, expected less than cluster.progress_seconds "
+                    f"({self.progress_seconds}): who waits for a dead process must learn of its death before being "
+                    "taken for stuck"
+                )
+        if self.first_step_seconds < self.progress_seconds:
+            raise ConfigError(
+                f"cluster.first_step_seconds: got {self.first_step_seconds}, expected at least "
+                f"cluster.progress_seconds ({self.progress_seconds})"
+            )
+
+    @property
+    def is_real(self) -> bool:
+        """Whether nodes are processes."""
+        return bool(self.coordinator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A complete run."""
 
@@ -362,6 +434,7 @@ class Config:
     faults: FaultsConfig = FaultsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
         """Raises ConfigError where sections do not fit each other."""
@@ -375,6 +448,7 @@ class Config:
         check_fits("faults.min_live_nodes", self.faults.min_live_nodes, lambda count: count <= nodes, at_most)
         for node in self.faults.persistent_nodes:
             check_range("faults.persistent_nodes", node, at_least=0, below=nodes)
+        self._check_processes()
 
     def _check_sharding(self) -> None:
         """Whether every sharded dimension divides over the devices of a node."""
@@ -391,6 +465,26 @@ class Config:
         check_fits("train.microbatch_size", self.train.microbatch_size, lambda n: n % fsdp == 0, over_fsdp)
         if model.vocab_size is not None:
             check_vocab_size(model.vocab_size, self.mesh)
+
+    def _check_processes(self) -> None:
+        """Whether real processes are asked for as a whole: who they are, and that they are what fails."""
+        cluster, mesh = self.cluster, self.mesh
+        if cluster.is_real != (self.faults.scenario == "live"):
+            raise ConfigError(
+                f"faults.scenario: got {self.faults.scenario} with cluster.coordinator {cluster.coordinator!r}; set "
+                "--faults.scenario live where nodes are processes, and nowhere else (mecefo_jax.launch does)"
+            )
+        if not cluster.is_real:
+            return
+        if self.faults.granularity != "node":
+            raise ConfigError("faults.granularity: got stage, expected node: the processes that fail are whole nodes")
+        if mesh.submesh_count != mesh.num_nodes:
+            raise ConfigError(f"mesh.num_submeshes: got {mesh.num_submeshes}, expected none: each node is a process")
+        if cluster.num_processes is not None and cluster.num_processes <= mesh.num_nodes:
+            raise ConfigError(
+                f"cluster.num_processes: got {cluster.num_processes}, expected at least {mesh.num_nodes + 1}: the "
+                f"coordinator and mesh.num_nodes ({mesh.num_nodes}) nodes; more are spares"
+            )
 
     def _check_lengths(self) -> None:
         """Whether lengths and periods fit each other."""
@@ -419,6 +513,7 @@ class Config:
             faults=FaultsConfig(granularity=self.faults.granularity, num_stages=self.faults.num_stages),
             checkpoint=CheckpointConfig(),
             eval=EvalConfig(),
+            cluster=ClusterConfig(),
         )
 
     @property

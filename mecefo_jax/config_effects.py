@@ -1,6 +1,8 @@
 """Settings that only mean something under another setting's value."""
 
-from mecefo_jax.config import Config
+import dataclasses
+
+from mecefo_jax.config import ClusterConfig, Config
 
 CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.files": ("data.source", ("files",)),
@@ -21,6 +23,11 @@ CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
     "faults.persistent_nodes": ("faults.scenario", ("persistent",)),
     "faults.trace_file": ("faults.scenario", ("trace",)),
     "faults.script": ("faults.scenario", ("script",)),
+    **{
+        f"cluster.{field.name}": ("faults.scenario", ("live",))
+        for field in dataclasses.fields(ClusterConfig)
+        if field.name != "coordinator"
+    },
 }
 """For each of them the other setting, and the values under which it has an effect."""
 

@@ -47,3 +47,15 @@ class PreemptedError(RunError):
     """The process was asked to stop (SIGTERM) and has saved its state."""
 
     exit_code = 75
+
+
+class StalledError(RunError):
+    """A process made no progress for too long; its stacks were dumped."""
+
+    exit_code = 124
+
+
+class RestartInPlaceError(RunError):
+    """All processes of a cluster must start again and go on from the state in shared memory."""
+
+    exit_code = 76

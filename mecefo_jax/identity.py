@@ -8,7 +8,16 @@ from mecefo_jax.errors import ConfigError
 
 _IDENTITY = ("model.", "data.tokenizer", "data.seq_len", "data.fingerprint", "train.seed", "train.microbatch_size")
 _IDENTITY_OF_BASES = ("basis.rank", "basis.source")
-_FREE = ("name", "data.cache_dir", "mesh.", "train.log_every", "train.microbatches_per_node", "checkpoint.", "eval.")
+_FREE = (
+    "name",
+    "data.cache_dir",
+    "mesh.",
+    "train.log_every",
+    "train.microbatches_per_node",
+    "checkpoint.",
+    "eval.",
+    "cluster.",
+)
 _FREE_OF_MODEL = ("model.remat",)  # what is recomputed changes no value
 _SCHEDULE = ("train.steps", "optim.")
 _MICROBATCHES = "microbatches a step (mesh.num_nodes x train.microbatches_per_node)"

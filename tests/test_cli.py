@@ -186,6 +186,9 @@ def test_every_condition_names_settings_and_values_that_exist():
         section, _, field = other.partition(".")
         for value in values:
             argv = ["quickstart", f"--{other}", str(value)]
+            if value == "live":  # only together with where the processes meet
+                argv += ["--cluster.coordinator", "host:1234", "--cluster.process-id", "1"]
+                argv += ["--cluster.num-processes", "9"]
             try:
                 config, _ = cli.parse(argv)
                 assert getattr(getattr(config, section), field) == value

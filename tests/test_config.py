@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mecefo_jax.config import (
     BasisConfig,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -302,3 +303,42 @@ def test_batch_is_counted_over_all_nodes():
     config = Config(mesh=MeshConfig(num_nodes=3), train=TrainConfig(microbatch_size=5, microbatches_per_node=7))
     assert config.num_microbatches == 21
     assert config.global_batch_size == 105
+
+
+def live_config(**cluster) -> Config:
+    settings = {"coordinator": "127.0.0.1:1234", "process_id": 1, "num_processes": 9} | cluster
+    return Config(faults=FaultsConfig(scenario="live"), cluster=ClusterConfig(**settings))
+
+
+def test_nodes_as_processes_are_a_complete_description():
+    assert live_config().cluster.is_real and not Config().cluster.is_real
+    assert live_config().compiled_part == Config().compiled_part
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"coordinator": "localhost"}, "cluster.coordinator: got 'localhost', expected host:port"),
+        ({"process_id": None}, "cluster.process_id: got none with cluster.coordinator"),
+        ({"process_id": 9}, "cluster.process_id: got 9, expected less than cluster.num_processes (9)"),
+        ({"num_processes": 8}, "cluster.num_processes: got 8, expected at least 9"),
+        ({"heartbeat_seconds": 60}, "cluster.heartbeat_seconds: got 60, expected less than cluster.progress_seconds"),
+        ({"collective_seconds": 61}, "cluster.collective_seconds: got 61, expected less than"),
+        ({"first_step_seconds": 59}, "cluster.first_step_seconds: got 59, expected at least"),
+        ({"heartbeat_seconds": 0}, "cluster.heartbeat_seconds: got 0"),
+    ],
+)
+def test_wrong_clusters_are_refused_in_the_users_own_keys(cluster, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        live_config(**cluster)
+
+
+def test_live_failures_and_processes_need_each_other():
+    with pytest.raises(ConfigError, match=r"faults.scenario: got live with cluster.coordinator ''"):
+        Config(faults=FaultsConfig(scenario="live"))
+    cluster = ClusterConfig(coordinator="auto")
+    with pytest.raises(ConfigError, match="faults.scenario: got none with cluster.coordinator 'auto'"):
+        Config(cluster=cluster)
+    with pytest.raises(ConfigError, match="faults.granularity: got stage"):
+        faults = FaultsConfig(scenario="live", granularity="stage", num_stages=2)
+        Config(model=ModelConfig(num_layers=4), cluster=cluster, faults=faults)
