@@ -257,8 +257,9 @@ class FaultsConfig:
     """Which nodes are dead at which step, and what the others do about it."""
 
     scenario: Literal["none", "low", "mid", "high", "steps", "persistent", "trace", "script", "live"] = "none"
-    """live: nodes are processes (section cluster), and who is dead is what is found; else emulated: none; the paper's low, mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps);
-    persistent (persistent_nodes); trace (trace_file); script (script)."""
+    """live: nodes are processes (section cluster), dead when they are found to be. Emulated are none; the paper's low,
+    mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps); persistent (persistent_nodes);
+    trace (trace_file); script (script)."""
     policy: Literal["neighbor", "reroute", "balanced", "drop"] = "neighbor"
     """How the microbatches of dead nodes are taken over."""
     granularity: Literal["node", "stage"] = "node"
@@ -366,7 +367,7 @@ class ClusterConfig:
     collective_seconds: int = 5
     """Longest wait inside one reduction or transfer, once all have reached it; a death in the midst of it costs this."""
     progress_seconds: int = 60
-    """Time without progress after which a process dumps its stacks and ends itself (exit 124); more than a step."""
+    """Time without progress after which a process dumps its stacks and ends itself (exit 124)."""
     first_step_seconds: int = 600
     """The same while programs are compiled, states are read or evaluations run."""
     memory_every: int = 1
