@@ -365,7 +365,7 @@ class ClusterConfig:
     heartbeat_seconds: int = 10
     """Silence after which the coordinator takes a process for dead; checked each second."""
     collective_seconds: int = 5
-    """Longest wait inside one reduction or transfer, once all have reached it; a death in the midst of it costs this."""
+    """Longest wait inside one reduction or transfer, once all have reached it; what a death in it costs at most."""
     progress_seconds: int = 60
     """Time without progress after which a process dumps its stacks and ends itself (exit 124)."""
     first_step_seconds: int = 600

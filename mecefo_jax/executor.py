@@ -4,7 +4,6 @@ Holds each live sub-mesh's copy of the train state. A dead node's copy is gone; 
 of a live one. All calls but ``evaluate`` return before the devices are done.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
+from mecefo_jax.batches import BatchPlacer, MicrobatchSource, in_parts
 from mecefo_jax.config import Config
 from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, spec_of, stack, views
 from mecefo_jax.node_program import Flat, NodeProgram
@@ -31,9 +31,6 @@ from mecefo_jax.step import (
     update,
 )
 from mecefo_jax.takeover import Plan
-
-MicrobatchSource = Callable[[int, int], np.ndarray]
-"""``(step, microbatch id) -> int32[B, T+1]``."""
 
 
 class Programs:
@@ -99,7 +96,7 @@ class Executor:
         self._config, self._cluster = config, cluster
         self._programs = programs_for(config.compiled_part, cluster)
         self._shardings = [jax.tree.leaves(shardings(mesh, state)) for mesh in cluster.submeshes]
-        self._batch_shardings = [_batch_shardings(mesh) for mesh in cluster.submeshes]
+        self._placers = [BatchPlacer(config, mesh, self.slots) for mesh in cluster.submeshes]
         flat = Flat.of(state)
         self._states = {index: self._copy(flat, index) for index in range(len(cluster.submeshes))}
 
@@ -187,48 +184,12 @@ class Executor:
     ) -> Flat:
         """This sub-mesh's sums over its share, in as many calls as its slots need."""
         total = None
-        for part in _in_parts(share, self.slots):
-            batch = self._place(index, part, degraded_ML, microbatch)
+        for part in in_parts(share, self.slots):
+            batch = self._placers[index](part, degraded_ML, microbatch)
             sums = self._programs.gradients(index, self._states[index], Flat.of(batch))
             total = sums if total is None else self._programs.add(index, total, sums)
         assert total is not None
         return total
-
-    def _place(
-        self, index: int, part: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
-    ) -> NodeBatch:
-        ids = np.concatenate([part.exact, part.degraded]).astype(np.int32)
-        used, train, seq_len = len(ids), self._config.train, self._config.data.seq_len
-        tokens_SBT = np.zeros((self.slots, train.microbatch_size, seq_len + 1), np.int32)
-        for slot, microbatch_id in enumerate(ids):
-            tokens_SBT[slot] = microbatch(int(microbatch_id))
-        unused = self.slots - used
-        arrays = {
-            "tokens_SBT": tokens_SBT,
-            "ids_S": np.pad(ids, (0, unused)),
-            "degraded_SL": np.pad(degraded_ML[ids], ((0, unused), (0, 0))),
-            "num_exact": np.int32(len(part.exact)),
-            "num_degraded": np.int32(len(part.degraded)),
-        }
-        return NodeBatch(**jax.device_put(arrays, self._batch_shardings[index]))
-
-
-def _in_parts(share: Work, slots: int) -> list[Work]:
-    """A share cut into pieces of at most ``slots`` microbatches; one, maybe empty, if it fits."""
-    exact, degraded = share.exact, share.degraded
-    total = len(exact) + len(degraded)
-    parts = []
-    for start in range(0, max(total, 1), slots):
-        stop, boundary = start + slots, len(exact)
-        low = slice(max(start - boundary, 0), max(stop - boundary, 0))
-        parts.append(Work(exact[start:stop], degraded[low]))
-    return parts
-
-
-def _batch_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
-    """Of a ``NodeBatch``, by field: rows of microbatches over ``fsdp``, the rest whole."""
-    whole = {field.name: NamedSharding(mesh, P()) for field in dataclasses.fields(NodeBatch)}
-    return whole | {"tokens_SBT": NamedSharding(mesh, P(None, "fsdp"))}
 
 
 def _with_leading_axis(tree: PyTree) -> PyTree:

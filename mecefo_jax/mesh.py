@@ -23,6 +23,7 @@ from mecefo_jax.takeover import Plan
 # Path of a leaf -> how its trailing axes are sharded. Leading axes (layers) are whole. The same rules serve parameters,
 # gradients and moments, whose paths end alike.
 _RULES = (
+    (r"\.vectors\[", P(None, ("fsdp", "tensor"))),  # packed trees (processes/interconnect.py)
     (r"\.bases.*\.down\.", P("tensor", None)),
     (r"\.bases.*\.feed_forward\.", P("fsdp", None)),
     (r"\.embedding", P("tensor", "fsdp")),
@@ -112,17 +113,18 @@ def stack(parts: Sequence[PyTree], mesh: Mesh) -> PyTree:
     """One global array from the sub-meshes' arrays, leaf by leaf, without copies.
 
     Args:
-        parts: a tree a sub-mesh of ``mesh``, in order; leaves ``[1, ...]``.
-        mesh: their ``live_mesh``.
+        parts: a tree a sub-mesh of ``mesh`` that this process can address, in order; leaves ``[1, ...]``.
+        mesh: the ``live_mesh`` of all.
 
     Returns:
-        Leaves ``[len(parts), ...]``, the leading axis sharded over ``data``, the others as in the parts.
+        Leaves ``[sub-meshes, ...]``, the leading axis sharded over ``data``, the others as in the parts.
     """
 
     def stack_leaf(*leaves: jax.Array) -> jax.Array:
         sharding = NamedSharding(mesh, P("data", *spec_of(leaves[0])[1:]))
         buffers = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays((len(leaves), *leaves[0].shape[1:]), sharding, buffers)
+        shape = (mesh.shape["data"], *leaves[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, buffers)
 
     return jax.tree.map(stack_leaf, *parts)
 

@@ -64,6 +64,11 @@ class NodeProgram:
         assert self._result is not None
         return Flat(executable(*(arg.leaves for arg in args)), self._result)
 
+    def compile(self, submesh: int, *args: Flat) -> None:
+        """Compile ahead of need, for arguments of which only shapes, dtypes and shardings matter."""
+        if submesh not in self._executables:
+            self._executables[submesh] = self._prepare(submesh, args)
+
     def _prepare(self, submesh: int, args: Sequence[Flat]) -> jax.stages.Compiled:
         if self._origin is not None:
             moved = move_executable(

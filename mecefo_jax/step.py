@@ -7,7 +7,6 @@ Legend: S slots, M microbatches of the step, L layers, B microbatch size, T sequ
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -96,7 +95,7 @@ def node_gradients(params: Model, bases: PyTree, batch: NodeBatch, config: Confi
         layer_masks: static; whether degraded microbatches may be exact in some layers.
     """
     dtype = compute_dtype(config.model)
-    sums = _zero_sums(params, config)
+    sums = zero_sums(params, config)
 
     def exact(slot: Int[Array, ""], sums: Sums) -> Sums:
         (loss, tokens), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, batch.tokens_SBT[slot], dtype)
@@ -144,22 +143,23 @@ def _add_degraded(
     return jax.lax.cond(batch.num_degraded > 0, run, lambda sums: sums, sums)
 
 
-def make_reduction(specs: PyTree[P], mesh: Mesh) -> Callable[[PyTree], PyTree]:
+def make_reduction(specs: PyTree[P], mesh: Mesh, *, donate: bool = True) -> jax.stages.Wrapped:
     """The sum over the live nodes: one all-reduce along ``data``, compiled when it is first called.
 
     Args:
         specs: how the nodes' sums, leaves ``[1, ...]``, are sharded inside a node.
         mesh: the live mesh.
+        donate: whether the result takes the buffers of the argument; not where a reduction may fail.
 
     Returns:
         A jitted function of what ``mesh.stack`` makes of the nodes' sums; it returns leaves ``[1, ...]``, replicated
-        over ``data`` and sharded inside a node as before, in the buffers of its argument.
+        over ``data`` and sharded inside a node as before.
     """
     per_node = jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=_is_spec)
     summed = jax.tree.map(lambda spec: P(None, *spec[1:]), specs, is_leaf=_is_spec)
     psum = jax.shard_map(lambda parts: jax.lax.psum(parts, "data"), mesh=mesh, in_specs=(per_node,), out_specs=summed)
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), summed, is_leaf=_is_spec)
-    return jax.jit(psum, out_shardings=out_shardings, donate_argnums=0)
+    return jax.jit(psum, out_shardings=out_shardings, donate_argnums=0 if donate else ())
 
 
 def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, StepMetrics]:
@@ -228,7 +228,8 @@ def state_for_gradients(state: TrainState) -> tuple[Model, PyTree]:
     return state.params, basis_state(state.opt_state).bases
 
 
-def _zero_sums(params: Model, config: Config) -> Sums:
+def zero_sums(params: Model, config: Config) -> Sums:
+    """Sums over no microbatch."""
     M = config.num_microbatches
     return Sums(
         grads=jax.tree.map(jnp.zeros_like, params),

@@ -7,7 +7,8 @@ import pytest
 
 from mecefo_jax.config import BasisConfig, MeshConfig
 from mecefo_jax.data import evaluation_microbatches
-from mecefo_jax.executor import Executor, _in_parts
+from mecefo_jax.batches import in_parts
+from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import Work
 from mecefo_jax.model import loss_sum
 from mecefo_jax.node_program import Flat
@@ -128,7 +129,7 @@ def test_evaluation_runs_on_the_live_nodes_alone():
 )
 def test_a_share_is_cut_into_parts_that_fit(exact, degraded, slots):
     ids = np.arange(exact + degraded)
-    parts = _in_parts(Work(ids[:exact], ids[exact:]), slots)
+    parts = in_parts(Work(ids[:exact], ids[exact:]), slots)
     assert all(len(part.exact) + len(part.degraded) <= slots for part in parts)
     np.testing.assert_array_equal(np.concatenate([part.exact for part in parts]), ids[:exact])
     np.testing.assert_array_equal(np.concatenate([part.degraded for part in parts]), ids[exact:])
