@@ -8,7 +8,7 @@ from mecefo_jax.config import Config
 from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.progress import Progress
-from mecefo_jax.takeover import Plan, make_plan
+from mecefo_jax.takeover import Plan, degraded_cost, make_plan
 
 
 class Events(Protocol):
@@ -102,3 +102,17 @@ class Membership:
     def _unit(self, node: int, stage: int) -> dict[str, int]:
         by_stage = self._config.faults.granularity == "stage"
         return {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
+
+
+def run_degraded_cost(config: Config, vocab_size: int) -> float:
+    """Cost of a degraded microbatch in exact ones: as configured, or the ratio of their FLOPs."""
+    if config.faults.degraded_cost is not None:
+        return config.faults.degraded_cost
+    return degraded_cost(
+        config.model,
+        config.degraded,
+        rank=config.basis.rank,
+        microbatch_tokens=config.train.microbatch_size * config.data.seq_len,
+        seq_len=config.data.seq_len,
+        vocab_size=vocab_size,
+    )

@@ -1,0 +1,82 @@
+"""One log of a run that many processes write, one at a time: the others keep what they would have written.
+
+All holders of the state keep the same account of each step. The one that speaks for them writes it; should it die, the
+next one goes on, and fills in what its predecessor did not write any more.
+"""
+
+import collections
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from mecefo_jax.metrics import EVENTS_FILE, METRICS_FILE, RunLog, read_events, read_rows
+
+_KEPT = 500
+
+
+class SharedLog:
+    """A log that writes once it is told to."""
+
+    def __init__(self, workdir: pathlib.Path, *, total_steps: int, num_nodes: int) -> None:
+        """Silent."""
+        self._workdir, self._total_steps, self._num_nodes = workdir, total_steps, num_nodes
+        self._kept: collections.deque[tuple[str, int, dict[str, Any]]] = collections.deque(maxlen=_KEPT)
+        self._log: RunLog | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self._log is not None
+
+    def begin(self) -> None:
+        """Write from here on, as a new attempt."""
+        self._open(None)
+
+    def take_over(self) -> None:
+        """Write from here on, as the attempt that another process began; what it left out comes first."""
+        rows = read_rows(self._workdir / METRICS_FILE)
+        events = read_events(self._workdir / EVENTS_FILE)
+        self._open(max((line["attempt"] for line in [*rows, *events]), default=1))
+        last_row = max((row["step"] for row in rows), default=-1)
+        last_event = max((event["step"] for event in events), default=-1)
+        for kind, step, fields in list(self._kept):
+            if kind == "" and step > last_row:
+                self.scalars(step, fields)
+            elif kind and step > last_event:
+                self.event(kind, step, **fields)
+        self._kept.clear()
+
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        """A row of metrics."""
+        if self._log is not None:
+            self._log.scalars(step, values)
+        else:
+            self._kept.append(("", step, dict(values)))
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """A change."""
+        if self._log is not None:
+            self._log.event(kind, step, **fields)
+        else:
+            self._kept.append((kind, step, fields))
+
+    def progress(self, step: int) -> None:
+        """Steps done so far."""
+        if self._log is not None:
+            self._log.progress(step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """The outcome."""
+        assert self._log is not None
+        self._log.summary(values)
+
+    def close(self) -> None:
+        """Write what is unwritten."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _open(self, attempt: int | None) -> None:
+        self._log = RunLog(
+            self._workdir, total_steps=self._total_steps, num_nodes=self._num_nodes, attempt=attempt
+        )
