@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from mecefo_jax.processes.memory import StateMemory
+from mecefo_jax.processes.watchdog import die_with_parent
 
 NUM_CONTENTS = 5
 
@@ -29,6 +30,7 @@ def content(step: int) -> list[np.ndarray]:
 
 
 def write_for_ever(memory: StateMemory, step: int) -> None:
+    die_with_parent()
     contents = [content(like) for like in range(NUM_CONTENTS)]
     while True:
         step += 1
