@@ -13,7 +13,12 @@ class Beat:
     modified: int = 0
     """Its time of modification when last seen, in nanoseconds; 0: nobody has touched it."""
     seen: float | None = None
-    """When it last changed; None: never."""
+    """When it last changed; None: never, or it is gone, by which a process says that it will beat no more."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was ever touched."""
+        return self.modified != 0
 
     def reset(self) -> None:
         """Makes the file anew, for a process about to start."""
@@ -25,7 +30,8 @@ class Beat:
         """Notes whether it was touched."""
         try:
             modified = self.path.stat().st_mtime_ns
-        except FileNotFoundError:  # being replaced
+        except FileNotFoundError:
+            self.seen = None
             return
         if modified != self.modified:
             self.modified, self.seen = modified, now

@@ -59,5 +59,10 @@ class Output:
         self._thread.join(seconds)
 
     def _pass_on(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            self._on_line(*waiting)
+        try:
+            while (waiting := self._waiting.get()) is not None:
+                self._on_line(*waiting)
+        except Exception:
+            while self._waiting.get() is not None:  # nobody shall wait for ever because of it
+                pass
+            raise

@@ -6,14 +6,9 @@ One thread decides everything, in the order in which ends, signals and time-outs
 """
 
 import atexit
-import dataclasses
-import os
-import pathlib
 import queue
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +24,10 @@ from mecefo_jax.errors import (
     RestartInPlaceError,
     TooFewLiveNodesError,
 )
-from mecefo_jax.processes.beat import Beat
 from mecefo_jax.processes.child import Child
 from mecefo_jax.processes.output import OnLine, Output, print_line
 from mecefo_jax.processes.patience import DEFAULTS, Limits, Patience
+from mecefo_jax.processes.roster import Place, Roster
 
 _FINISHED = 0
 _STOPPED = (PreemptedError.exit_code, InterruptedRunError.exit_code)
@@ -48,27 +43,6 @@ _NOT_STARTED = 127
 _TICK_SECONDS = 0.1
 _STARVED_SECONDS = 1.0
 """A pause of this length between two looks means that this process was stopped itself, and has missed beats."""
-
-
-@dataclasses.dataclass
-class _Place:
-    """What is known of the process of a number, through all its restarts."""
-
-    process: int
-    beat: Beat
-    patience: Patience
-    command: Sequence[str] = ()
-    child: Child | None = None
-    last_child: Child | None = None
-    """The one before, whose last lines may still be on their way."""
-    restart_at: float | None = None
-    exit_code: int | None = None
-    """How its last one ended; None: it runs, or did not when the run was asked to stop."""
-
-    @property
-    def is_going_on(self) -> bool:
-        """Whether it runs or will be started again."""
-        return self.child is not None or self.restart_at is not None
 
 
 class Supervisor:
@@ -94,9 +68,13 @@ class Supervisor:
         process (None: the cluster), time (seconds since 1970) and detail (text)."""
         self._commands, self._limits = commands, limits
         self._output = Output(on_line)
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="mecefo_beats_"))
         self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._places: list[_Place] = []
+        self._roster = Roster(
+            limits,
+            self._output,
+            is_death=lambda code: code not in _CHOSEN,
+            on_end=lambda child: self._messages.put(("ended", child)),
+        )
         self._patience = Patience(limits)
         self._restart_all_at: float | None = None
         self._all_started = self._started = self._last_look = self._last_report = time.monotonic()
@@ -121,12 +99,11 @@ class Supervisor:
     @property
     def pids(self) -> dict[int, int]:
         """The living processes: their process ids, by number."""
-        children = [place.child for place in self._places]
-        return {child.process: child.pid for child in children if child is not None and child.exit_code is None}
+        return self._roster.pids
 
     def kill(self, process: int, signum: int = signal.SIGKILL) -> bool:
         """Sends a signal to a process, as whoever wants to see it die would; returns whether it was running."""
-        child = self._places[process].child
+        child = self._roster.places[process].child
         return child is not None and child.send(signum)
 
     def start(self) -> None:
@@ -162,28 +139,25 @@ class Supervisor:
         if self._thread.ident is not None:
             self._done.wait()
         else:
-            self._discard()
+            self._roster.close()
+            self._output.close(self._limits.coordinator_seconds)
         atexit.unregister(self.close)
-
-    def _discard(self) -> None:
-        self._output.close(self._limits.coordinator_seconds)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _work(self) -> None:
         """The supervisor's thread."""
         try:
             self._start_all()
             self._up.set()
-            while self._restart_all_at is not None or any(place.is_going_on for place in self._places[1:]):
+            while self._restart_all_at is not None or self._roster.any_node_goes_on:
                 self._next_message()
                 self._look()
             self._exit_code = self._result()
         except BaseException as error:  # to be raised by run, in its caller's thread
             self._error = error
         finally:
-            self._end_children()
+            self._roster.close()
             self._summarize()
-            self._discard()
+            self._output.close(self._limits.coordinator_seconds)
             self._up.set()
             self._done.set()
 
@@ -203,57 +177,29 @@ class Supervisor:
 
     def _start_all(self) -> None:
         """Starts the coordinator and all nodes, to meet at a new port."""
-        commands = self._commands(_free_address())
-        if not self._places:
-            self._places = [
-                _Place(process, Beat(self._folder / f"beat_{process}"), Patience(self._limits))
-                for process in range(len(commands))
-            ]
-        self._restart_all_at, self._all_started = None, time.monotonic()
-        for place, command in zip(self._places, commands, strict=True):
-            place.command, place.restart_at = command, None
-            place.patience = Patience(self._limits)
+        self._restart_nobody()
+        self._roster.assign(self._commands(_free_address()))
+        self._all_started = time.monotonic()
+        for place in self._roster.places:
             if self._restart_all_at is None and not self._is_winding_down:  # else the coordinator did not start
                 self._start(place, "started")
         self._say(f"started, as process (pid): {', '.join(f'{process} ({pid})' for process, pid in self.pids.items())}")
 
-    def _start(self, place: _Place, kind: str) -> None:
-        place.restart_at = place.exit_code = None
-        place.beat.reset()
-        environment = {
-            "MECEFO_BEAT_FILE": str(place.beat.path),
-            "MECEFO_PARENT": str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
-        }
+    def _start(self, place: Place, kind: str) -> None:
         try:
-            place.child = Child(
-                place.process,
-                place.command,
-                environment=environment,
-                is_told=place.process == 0,
-                on_line=self._output.pass_on,
-                on_end=self._note_end,
-            )
+            self._roster.start(place)
         except OSError as error:
             how = f"could not be started ({error.strerror})"
             self._coordinator_ended(how) if place.process == 0 else self._node_died(place, _NOT_STARTED, 0.0, how)
         else:
+            assert place.child is not None
             self._note(kind, place.process, f"pid {place.child.pid}")
 
     # What happens
 
-    def _note_end(self, child: Child) -> None:
-        """Called in the thread that found the end: the coordinator hears of a death before anything else is done."""
-        if child.process != 0 and child.exit_code not in _CHOSEN:
-            coordinator = self._places[0].child
-            if coordinator is not None:
-                coordinator.tell(f"dead {child.process}\n")
-        self._messages.put(("ended", child))
-
     def _handle_end(self, child: Child) -> None:
-        place, code = self._places[child.process], child.exit_code
-        assert place.child is child and code is not None
-        place.child, place.last_child = None, child
+        place, code = self._roster.take_off(child), child.exit_code
+        assert code is not None
         if self._restart_all_at is not None:
             return  # killed for it, or about to be
         lived = time.monotonic() - child.started
@@ -262,12 +208,12 @@ class Supervisor:
             self._coordinator_ended(how, code)
         elif code == _RESTART_ALL and not self._is_winding_down:
             self._restart_in_place(f"process {place.process} asked for it", code)
-        elif code in _CHOSEN or self._verdict is not None or -code == self._stop:
+        elif code in _CHOSEN or self._verdict is not None or self._kill_at is not None or -code == self._stop:
             self._node_ended(place, code, how)
         else:
             self._node_died(place, code, lived, how)
 
-    def _node_ended(self, place: _Place, code: int, how: str) -> None:
+    def _node_ended(self, place: Place, code: int, how: str) -> None:
         """A node has left, by itself or because it was told to."""
         place.exit_code, self._last_code = code, max(code, 1)
         self._note("ended", place.process, how)
@@ -278,7 +224,7 @@ class Supervisor:
                 self._end_at = time.monotonic() + self._limits.finish_seconds
             self._restart_nobody()
 
-    def _node_died(self, place: _Place, code: int, lived_seconds: float, how: str) -> None:
+    def _node_died(self, place: Place, code: int, lived_seconds: float, how: str) -> None:
         """Has a node started again that died, unless the run is ending or it dies too often."""
         place.exit_code, self._last_code = code, max(code, 1)
         self._note("died", place.process, how)
@@ -313,28 +259,30 @@ class Supervisor:
         self._say(f"{why}: all processes restart in place {_in_seconds(wait)}")
         self._restart_nobody()
         self._restart_all_at = time.monotonic() + wait
-        self._send_all(signal.SIGKILL, self._places)
+        self._roster.send(signal.SIGKILL, self._roster.places)
 
     def _handle_stop(self, signum: int) -> None:
         self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1:
             self._say("interrupted again: killing all processes")
             self._verdict = InterruptedRunError.exit_code
-            self._send_all(signal.SIGKILL, self._places)
+            self._roster.send(signal.SIGKILL, self._roster.places)
         else:
             self._say(f"{signal.Signals(signum).name}: asking all processes to save and stop")
-            self._send_all(signum, self._places[1:])
-        for place in self._places:
+            self._roster.send(signum, self._roster.nodes)
+        for place in self._roster.places:
             if self._stop is None and place.exit_code != _FINISHED:
                 place.exit_code = None  # died before: no answer to the request
         self._stop = signal.Signals(signum)
+        if self._restart_all_at is not None and self._verdict is None:
+            self._verdict = self._asked_code  # nobody is left to answer
         self._restart_nobody()
 
     def _handle_close(self) -> None:
         self._restart_nobody()
         if self._verdict is None:
             self._verdict = InterruptedRunError.exit_code
-        self._send_all(signal.SIGKILL, self._places)
+        self._roster.send(signal.SIGKILL, self._roster.places)
 
     # Time
 
@@ -347,12 +295,12 @@ class Supervisor:
             self._terminate(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = float("inf")
-            self._send_all(signal.SIGKILL, self._places[1:])
+            self._roster.send(signal.SIGKILL, self._roster.nodes)
         if self._restart_all_at is not None:
-            if now >= self._restart_all_at and not any(place.child for place in self._places):
+            if now >= self._restart_all_at and not any(place.child for place in self._roster.places):
                 self._start_all()
             return
-        for place in self._places:
+        for place in self._roster.places:
             if place.restart_at is not None and now >= place.restart_at:
                 self._start(place, "restarted")
 
@@ -361,14 +309,16 @@ class Supervisor:
         starved = now - self._last_look > _STARVED_SECONDS
         self._last_look = now
         missing = []
-        for place in self._places:
+        for place in self._roster.places:
             if place.child is None:
                 continue
             beat = place.beat
             beat.look(now)
-            if beat.seen is None:
+            if not beat.has_begun:
                 if place.process != 0 and now - place.child.started >= self._limits.report_seconds:
                     missing.append(place.process)
+            elif beat.seen is None:
+                continue
             elif starved:
                 beat.seen = now
             elif now - beat.seen > self._limits.stall_seconds:
@@ -391,7 +341,7 @@ class Supervisor:
         return (
             self._verdict is not None
             or self._stop is not None
-            or any(place.exit_code == _FINISHED for place in self._places[1:])
+            or any(place.exit_code == _FINISHED for place in self._roster.nodes)
         )
 
     def _end(self, code: int, why: str) -> None:
@@ -403,46 +353,29 @@ class Supervisor:
 
     def _restart_nobody(self) -> None:
         self._restart_all_at = None
-        for place in self._places:
-            place.restart_at = None
+        self._roster.restart_nobody()
 
     def _terminate(self, now: float) -> None:
         self._end_at, self._kill_at = None, now + self._limits.grace_seconds
-        self._send_all(signal.SIGTERM, self._places[1:])
-
-    def _send_all(self, signum: int, places: Sequence[_Place]) -> None:
-        for place in places:
-            if place.child is not None:
-                place.child.send(signum)
+        self._roster.send(signal.SIGTERM, self._roster.nodes)
 
     def _result(self) -> int:
         """The exit code of the run, all nodes having ended."""
         if self._verdict is not None:
             return self._verdict
-        codes = [place.exit_code for place in self._places[1:] if place.exit_code is not None]
+        codes = [place.exit_code for place in self._roster.nodes if place.exit_code is not None]
         stopped = [code for code in codes if code in _STOPPED]
         if self._stop is not None:
-            asked = InterruptedRunError if self._stop == signal.SIGINT else PreemptedError
             if stopped or not codes or -self._stop in codes:
-                return asked.exit_code
+                return self._asked_code
         if _FINISHED in codes:
             return _FINISHED
         return stopped[0] if stopped else self._last_code
 
-    def _end_children(self) -> None:
-        """Ends the coordinator, and whatever still runs, and waits for it."""
-        children = [place.child for place in self._places if place.child is not None]
-        for child in children:
-            if child.process != 0:
-                child.send(signal.SIGKILL)
-            child.close_input()
-        for child in children:
-            if child.process != 0 or not child.join(self._limits.coordinator_seconds):
-                child.send(signal.SIGKILL)
-                child.join(self._limits.coordinator_seconds)
-        for place in self._places:
-            if place.last_child is not None:
-                place.last_child.join(self._limits.coordinator_seconds)
+    @property
+    def _asked_code(self) -> int:
+        """The exit code of a run that has stopped as it was asked to."""
+        return (InterruptedRunError if self._stop == signal.SIGINT else PreemptedError).exit_code
 
     def _summarize(self) -> None:
         kinds = [event["kind"] for event in self.events]

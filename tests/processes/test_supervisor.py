@@ -54,6 +54,9 @@ class Cluster:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(float(line.split(" ", 1)[0]), line.split(" ", 1)[1]) for line in lines]
 
+    def last_told(self):
+        return self.told()[-1][1] if self.told() else ""
+
     def said(self):
         return [line for process, line in self.lines if process is None]
 
@@ -218,12 +221,12 @@ def test_all_restart_in_place_at_a_new_address(how, cluster):
     assert not set(before.values()) & set(after.values())
     assert not any(exists(pid) for pid in before.values())
     first, second = cluster.addresses
-    wait_for(lambda: cluster.told()[-1][1] == f"at {second}", "start of the new coordinator")
+    wait_for(lambda: cluster.last_told() == f"at {second}", "start of the new coordinator")
     assert len(cluster.happened("restart_in_place")) == 1
     assert [event["process"] for event in cluster.happened("died")] == ([0] if how == "killed" else [])
     # The new coordinator is told of the new deaths.
     cluster.supervisor.kill(1)
-    wait_for(lambda: cluster.told()[-1][1] == "dead 1", "word of a death")
+    wait_for(lambda: cluster.last_told() == "dead 1", "word of a death")
 
 
 def test_coordinator_that_always_dies_is_given_up(cluster, monkeypatch):
@@ -259,6 +262,24 @@ def test_nodes_that_have_not_come_up_stop_by_the_signal_itself(cluster):
     assert cluster.supervisor.run() == 75
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_request_to_stop_ends_the_wait_for_a_restart(process, cluster, monkeypatch):
+    """Nobody runs then that could answer."""
+    commands = Cluster.commands
+    monkeypatch.setattr(
+        Cluster,
+        "commands",
+        lambda self, address: [
+            ["false"] if number == process else command for number, command in enumerate(commands(self, address))
+        ],
+    )
+    cluster = cluster("beat_for_ever()", num_nodes=1, limits=Limits(first_wait_seconds=600, longest_wait_seconds=600))
+    again = "restart_in_place" if process == 0 else "died"
+    wait_for(lambda: len(cluster.happened(again)) == 2, "second quick death")
+    cluster.supervisor.stop(signal.SIGTERM)
+    assert cluster.supervisor.run() == 75
+
+
 def test_death_while_stopping_is_told_but_not_restarted(cluster):
     waits = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: note('asked', PROCESS))\nbeat_for_ever()"
     stops = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nbeat_for_ever()"
@@ -268,7 +289,7 @@ def test_death_while_stopping_is_told_but_not_restarted(cluster):
     wait_for((cluster.folder / "asked").exists, "SIGTERM")
     cluster.supervisor.kill(1)
     assert cluster.supervisor.run() == 75
-    assert cluster.told()[-1][1] == "dead 1"
+    assert cluster.last_told() == "dead 1"
     assert not cluster.happened("restarted")
 
 
@@ -289,6 +310,13 @@ def test_stopped_process_is_killed_once_its_beat_is_old(cluster):
     (stall,), (death,) = cluster.happened("stalled"), cluster.happened("died")
     assert stall["process"] == death["process"] == 1
     assert "SIGKILL" in death["detail"]
+
+
+def test_process_that_signs_off_by_removing_its_beat_may_take_its_time(cluster):
+    node = "beat()\nnote('first', PROCESS)\ntime.sleep(0.5)\nos.unlink(os.environ['MECEFO_BEAT_FILE'])\ntime.sleep(2)"
+    cluster = cluster(node, num_nodes=1, limits=Limits(stall_seconds=1))
+    assert cluster.supervisor.run() == 0
+    assert not cluster.happened("stalled")
 
 
 def test_who_has_not_come_up_is_named(cluster):
@@ -355,9 +383,12 @@ def test_beat_is_seen_by_its_change_whatever_the_clock_says(tmp_path):
     os.utime(beat.path, (10**9, 10**9))
     beat.look(now=4.0)
     assert beat.seen == 4.0
-    beat.reset()
+    beat.path.unlink()
     beat.look(now=5.0)
-    assert beat.seen is None
+    assert beat.seen is None and beat.has_begun
+    beat.reset()
+    beat.look(now=6.0)
+    assert beat.seen is None and not beat.has_begun
 
 
 def test_closed_output_drops_lines_and_ends_nothing():
@@ -379,7 +410,7 @@ def test_printed_lines_name_their_writer(capsys):
 
 def beat_seen(cluster, process):
     """Whether a node's beat was seen: its handlers are installed by then."""
-    return cluster.supervisor._places[process].beat.seen is not None
+    return cluster.supervisor._roster.places[process].beat.has_begun
 
 
 def is_running(pid):
