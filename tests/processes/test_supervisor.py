@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -332,10 +333,25 @@ def test_what_a_node_has_started_ends_with_it(cluster):
         "beat_for_ever()"
     )
     cluster = cluster(node, num_nodes=1)
-    wait_for((cluster.folder / "helpers").exists, "start of a helper")
-    helper = int((cluster.folder / "helpers").read_text().split()[0])
+    helpers = cluster.folder / "helpers"
+    wait_for(lambda: helpers.exists() and helpers.read_text().endswith("\n"), "start of a helper")
+    helper = int(helpers.read_text())
     cluster.supervisor.kill(1)
     wait_for(lambda: not is_running(helper), "end of the helper")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_processes_bound_to_the_thread_that_started_them_outlive_the_caller_of_start(tmp_path):
+    node = "import ctypes, signal\nctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)\nnote('bound', PROCESS)"
+    (tmp_path / "node.py").write_text(f"{node}\nbeat_for_ever()")
+    cluster = Cluster(tmp_path, 1, Limits())
+    with cluster.supervisor:
+        caller = threading.Thread(target=cluster.supervisor.start)
+        caller.start()
+        caller.join()
+        wait_for((tmp_path / "bound").exists, "start of the node")
+        wait_for(lambda: beat_seen(cluster, 1), "first beat")
+        assert not cluster.happened("died")
 
 
 def test_error_of_the_caller_leaves_no_process(tmp_path):
