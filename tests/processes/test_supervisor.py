@@ -346,11 +346,21 @@ def test_processes_bound_to_the_thread_that_started_them_outlive_the_caller_of_s
     (tmp_path / "node.py").write_text(f"{node}\nbeat_for_ever()")
     cluster = Cluster(tmp_path, 1, Limits())
     with cluster.supervisor:
-        caller = threading.Thread(target=cluster.supervisor.start)
+        bound = threading.Event()
+
+        def call():
+            cluster.supervisor.start()
+            bound.wait(DEADLINE)
+
+        caller = threading.Thread(target=call)
         caller.start()
-        caller.join()
         wait_for((tmp_path / "bound").exists, "start of the node")
-        wait_for(lambda: beat_seen(cluster, 1), "first beat")
+        bound.set()
+        caller.join()
+        beat = cluster.supervisor._roster.places[1].beat
+        for _ in range(3):
+            last = beat.modified
+            wait_for(lambda last=last: beat.modified != last, "another beat")
         assert not cluster.happened("died")
 
 
