@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,16 +71,15 @@ class BatchPlacer:
     def abstract(self) -> NodeBatch:
         """Shapes, dtypes and shardings of a batch."""
         config, slots = self.config, self.slots
-        shapes = {
+        shapes: dict[str, Any] = {
             "tokens_SBT": ((slots, config.train.microbatch_size, config.data.seq_len + 1), np.int32),
             "ids_S": ((slots,), np.int32),
             "degraded_SL": ((slots, config.model.num_layers), np.bool_),
             "num_exact": ((), np.int32),
             "num_degraded": ((), np.int32),
         }
-        return NodeBatch(
-            **{
-                name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.shardings[name])
-                for name, (shape, dtype) in shapes.items()
-            }
-        )
+        leaves: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.shardings[name])
+            for name, (shape, dtype) in shapes.items()
+        }
+        return NodeBatch(**leaves)

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.print_config:
             print(to_json(config), end="")
             return 0
-        _run(config, _workdir(arguments, config))
+        _start(config, _workdir(arguments, config))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -199,12 +199,21 @@ def _workdir(arguments: Arguments, config: Config) -> pathlib.Path:
     return arguments.workdir or pathlib.Path("runs") / config.name
 
 
-def _run(config: Config, workdir: pathlib.Path) -> None:
-    from mecefo_jax import devices, trainer
+def _start(config: Config, workdir: pathlib.Path) -> None:
+    from mecefo_jax import devices
 
-    devices.prepare(config.mesh)
-    _make_directory(workdir)
-    trainer.run(config, workdir)
+    if config.cluster.is_real:
+        devices.prepare_process(config.cluster, config.mesh)
+        _make_directory(workdir)
+        from mecefo_jax.processes.start import start
+
+        start(config, workdir)
+    else:
+        devices.prepare(config.mesh)
+        _make_directory(workdir)
+        from mecefo_jax.trainer import run
+
+        run(config, workdir)
 
 
 def _make_directory(workdir: pathlib.Path) -> None:

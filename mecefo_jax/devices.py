@@ -8,7 +8,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 
-from mecefo_jax.config import MeshConfig, check_devices
+from mecefo_jax.config import ClusterConfig, MeshConfig, check_devices
 from mecefo_jax.errors import ConfigError
 
 # Nodes that share two cores reach a reduction far apart; XLA's CPU backend ends the process after 40 s by default.
@@ -36,6 +36,14 @@ def prepare(mesh: MeshConfig) -> None:
     # An executable from the persistent cache crashes the process when node_program moves it to another node.
     jax.config.update("jax_enable_compilation_cache", False)
     check_devices(mesh, _device_count())
+
+
+def prepare_process(cluster: ClusterConfig, mesh: MeshConfig) -> None:
+    """The same for one process of a cluster, whose devices are counted once the others are there."""
+    from mecefo_jax.processes import runtime
+
+    os.environ["XLA_FLAGS"] = f"{_PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
+    runtime.prepare(cluster, mesh.fsdp * mesh.tensor)
 
 
 def _device_count() -> int:

@@ -81,11 +81,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _commands(options: argparse.Namespace, words: Sequence[str]) -> Callable[[str], list[list[str]]]:
     """The commands of all processes, the coordinator's first, for the address that they shall meet at."""
-    programs = [["-m", "mecefo_jax.processes.coordinator"], *[[str(_program())]] * (options.nodes + options.spares)]
+    processes = range(1 + options.nodes + options.spares)
     words = [*words, *_settings(options.nodes, words)]
     return lambda address: [
-        [sys.executable, *program, *words, *_identity(address, process, len(programs))]
-        for process, program in enumerate(programs)
+        [sys.executable, str(_program()), *words, *_identity(address, process, len(processes))] for process in processes
     ]
 
 

@@ -20,6 +20,10 @@ class Progress:
     initial_loss: float = math.nan
     last_loss: float = math.nan
     wall_time_s: float = 0.0
+    productive_s: float = 0.0
+    """Time of the work that went into committed steps, where nodes are processes."""
+    first_start: float | None = None
+    """Unix time at which the run began, where nodes are processes."""
 
     def commit(self, step: int, *, loss: float, tokens: int, degraded_tokens: float, critical_load: float) -> None:
         """Count a committed step.
@@ -54,3 +58,7 @@ class Progress:
             "bases_kept_not_finite": self.bases_kept,
             "wall_time_s": self.wall_time_s,
         }
+
+    def goodput(self, now: float) -> float | None:
+        """Share of the time since the run began, restarts included, that went into committed steps."""
+        return None if self.first_start is None else self.productive_s / max(now - self.first_start, 1e-9)

@@ -36,7 +36,7 @@ _PACKED = P(None, ("fsdp", "tensor"))
 class Packed:
     """A tree as vectors, ``[1, K]`` each, sharded over the devices of the node."""
 
-    vectors: dict[str, Array]
+    vectors: dict[str, Any]
     """By dtype."""
 
 

@@ -77,6 +77,4 @@ class SharedLog:
             self._log = None
 
     def _open(self, attempt: int | None) -> None:
-        self._log = RunLog(
-            self._workdir, total_steps=self._total_steps, num_nodes=self._num_nodes, attempt=attempt
-        )
+        self._log = RunLog(self._workdir, total_steps=self._total_steps, num_nodes=self._num_nodes, attempt=attempt)

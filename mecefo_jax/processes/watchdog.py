@@ -68,9 +68,11 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; the process may then take its time."""
+        """Ends the watch; the process may then take its time, which its supervisor knows from the beat being gone."""
         self._stopping.set()
         self._thread.join()
+        if self._beat_file is not None:
+            self._beat_file.unlink(missing_ok=True)
 
     def __enter__(self) -> "Watchdog":
         self.start()

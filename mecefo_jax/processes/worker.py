@@ -91,6 +91,11 @@ class Worker:
         """Shapes of a packed state."""
         return self._abstract_packed(self._to_words, self.abstract_state)
 
+    @property
+    def state_bytes(self) -> int:
+        """Size of a node's state."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_state))
+
     def _abstract_packed(self, program: NodeProgram, *arguments: Any) -> Packed:
         with jax.set_mesh(self.mesh):
             shapes = jax.eval_shape(program.function, *arguments)

@@ -1,0 +1,80 @@
+"""Process 0: hosts the coordination service, and trains nothing.
+
+It says who is missing while the cluster comes up, holds the lock of the run directory, and passes on what a launcher
+knows of deaths (lines ``dead K`` on its standard input), which is faster than missed heartbeats. It ends when the run has.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import jax
+
+from mecefo_jax.config import Config
+from mecefo_jax.locking import locked
+from mecefo_jax.processes.runtime import Runtime, report_death
+from mecefo_jax.trainer import refuse_to_share
+
+_LOOK_SECONDS = 0.5
+_MISSING_SECONDS = 10.0
+_GRACE_SECONDS = 5.0
+
+
+def coordinate(config: Config, workdir: pathlib.Path) -> None:
+    """Serve until the run has ended.
+
+    Raises:
+        ConfigError: another run uses the directory, or the processes did not come up.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the nodes are asked to stop, too, and need the service for it
+    up = threading.Event()
+    threading.Thread(target=_name_missing, args=(config, workdir, up), daemon=True).start()
+    with locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"):
+        runtime = Runtime(config.cluster)
+        up.set()
+        threading.Thread(target=_pass_on_deaths, args=(runtime.address,), daemon=True).start()
+        runtime.start_backend()
+        while not runtime.lookup("run"):
+            time.sleep(_LOOK_SECONDS)
+        if "MECEFO_PARENT" in os.environ:
+            while True:  # the launcher sees the last node go, and then ends this process
+                time.sleep(_LOOK_SECONDS)
+        time.sleep(_GRACE_SECONDS)
+
+
+def arrive(config: Config, workdir: pathlib.Path, process: int) -> None:
+    """Leave a sign that a process has started, for ``coordinate`` to know who is missing."""
+    path = _sign(workdir, process)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(config.cluster.coordinator)
+
+
+def _name_missing(config: Config, workdir: pathlib.Path, up: threading.Event) -> None:
+    began = time.time()
+    while not up.wait(_MISSING_SECONDS):
+        missing = [str(p) for p in range(1, config.cluster.num_processes or 1) if not _has_arrived(workdir, p, began)]
+        if missing:
+            print(f"waiting for process{'es' * (len(missing) > 1)} {', '.join(missing)}", file=sys.stderr, flush=True)
+
+
+def _has_arrived(workdir: pathlib.Path, process: int, since: float) -> bool:
+    path = _sign(workdir, process)
+    return path.exists() and path.stat().st_mtime > since - 60
+
+
+def _sign(workdir: pathlib.Path, process: int) -> pathlib.Path:
+    return workdir / "processes" / f"{process}.started"
+
+
+def _pass_on_deaths(address: str) -> None:
+    for line in sys.stdin:
+        word, _, number = line.strip().partition(" ")
+        if word == "dead" and number.isdecimal():
+            try:
+                report_death(address, int(number))
+            except jax.errors.JaxRuntimeError as error:  # its heartbeats will tell
+                print(f"the death of process {number} could not be reported: {error}", file=sys.stderr, flush=True)
+    os._exit(0)  # the launcher is gone, or has no more use for this process

@@ -1,0 +1,97 @@
+"""The node's last committed state in shared memory, written beside training, found again by the process after it."""
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mecefo_jax.config_file import replace_file
+from mecefo_jax.journal import Log
+from mecefo_jax.processes.interconnect import Packed
+from mecefo_jax.processes.memory import StateMemory
+from mecefo_jax.processes.worker import Worker
+from mecefo_jax.progress import Progress
+
+
+class StateKeeper:
+    """Keeps packed states of one run, with the account of the run."""
+
+    def __init__(self, workdir: pathlib.Path, process: int, worker: Worker, identity: Mapping[str, Any], log: Log):
+        """For a process of the run in ``workdir``."""
+        self._memory = StateMemory(run_key(workdir), process)
+        self._worker, self._identity, self._log = worker, dict(identity), log
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="memory")
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._gave_up = False
+
+    def newest_step(self) -> int:
+        """Step of the newest state kept; -1 if there is none."""
+        return max(self._memory.steps(), default=-1)
+
+    def keep(self, step: int, words: Packed, progress: Progress) -> None:
+        """Write a state in the background, after the one before it is written.
+
+        Args:
+            step: updates done.
+            words: the state's bits.
+            progress: the account up to that step.
+        """
+        if self._gave_up:
+            return
+        self.wait()
+        facts = {"progress": dataclasses.asdict(progress), "identity": self._identity}
+        self._pending = self._writer.submit(self._write, step, facts, words)
+
+    def read(self, step: int) -> tuple[Packed, Progress, dict[str, Any]] | None:
+        """The state kept for a step, its account, and the identity of the run that wrote it; None if it is not whole."""
+        found = self._memory.read(step)
+        if found is None:
+            self._memory.remove()
+            return None
+        _, facts, arrays = found
+        like = self._worker.like_words.vectors
+        if [(array.shape, array.dtype) for array in arrays] != [(v.shape, v.dtype) for _, v in sorted(like.items())]:
+            self._memory.remove()
+            return None
+        sharding = NamedSharding(self._worker.mesh, P(None, ("fsdp", "tensor")))
+        words = Packed(dict(zip(sorted(like), jax.device_put(arrays, sharding), strict=True)))
+        return words, Progress(**facts["progress"]), facts["identity"]
+
+    def wait(self) -> None:
+        """Return once what was given to keep is kept; a full memory is told of once, and nothing is kept any more."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except OSError as error:
+            self._gave_up = True
+            self._log.event("memory_failed", 0, reason=str(error))
+
+    def remove(self) -> None:
+        """Free the memory: the state is on the disk."""
+        self.wait()
+        self._writer.shutdown()
+        self._memory.remove()
+
+    def _write(self, step: int, facts: Mapping[str, Any], words: Packed) -> None:
+        arrays = [np.asarray(vector) for _, vector in sorted(words.vectors.items())]
+        self._memory.write(step, facts, arrays)
+
+
+def run_key(workdir: pathlib.Path) -> str:
+    """What names a run's states in shared memory: not its directory, which may be deleted and made again."""
+    path = workdir / "processes" / "run-id"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, secrets.token_hex(16).encode())
+        return path.read_text().strip()

@@ -1,0 +1,123 @@
+"""The start of one process of a cluster: coordinator, node or spare."""
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+
+from mecefo_jax.config import Config
+from mecefo_jax.errors import ConfigError
+from mecefo_jax.inputs import open_inputs
+from mecefo_jax.processes.arrival import Arrival
+from mecefo_jax.processes.audit import Audit
+from mecefo_jax.processes.coordinator import arrive, coordinate
+from mecefo_jax.processes.interconnect import Interconnect
+from mecefo_jax.processes.keeper import StateKeeper
+from mecefo_jax.processes.log import SharedLog
+from mecefo_jax.processes.node import Parts, take_part
+from mecefo_jax.processes.runtime import Runtime, node_mesh
+from mecefo_jax.processes.watchdog import Watchdog, die_with_parent
+from mecefo_jax.processes.worker import Worker
+from mecefo_jax.snapshots import Snapshots, run_identity
+from mecefo_jax.stopping import StopRequest, stop_requests
+
+
+def start(config: Config, workdir: pathlib.Path) -> None:
+    """Be the process of the cluster that the config says, until the run ends.
+
+    Raises:
+        RunError: with its exit code.
+    """
+    number = config.cluster.process_id
+    parent = _launcher()
+    if parent is not None:
+        die_with_parent()
+    if number is not None:
+        arrive(config, workdir, number)
+    if number == 0:
+        coordinate(config, workdir)
+        return
+    watchdog = Watchdog(
+        progress_seconds=config.cluster.progress_seconds,
+        stacks_to=workdir / "processes" / f"stacks-{number}.txt",
+        beat_file=pathlib.Path(os.environ["MECEFO_BEAT_FILE"]) if "MECEFO_BEAT_FILE" in os.environ else None,
+        parent=parent,
+        name=f"process {number}",
+    )
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with watchdog, stop_requests() as stop:
+        _be_a_node(config, workdir, watchdog, stop)
+
+
+def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: StopRequest) -> None:
+    lap = _stopwatch()
+    measured = {"imports_s": lap()}
+    with watchdog.allow(config.cluster.startup_seconds, "waiting for the data and the cluster"):
+        inputs = open_inputs(config)
+        measured["data_s"] = lap()
+        runtime = Runtime(config.cluster)
+        if runtime.process == 0:  # found by JAX: the config did not say
+            raise ConfigError("cluster.process_id: process 0 is the coordinator; set --cluster.process_id 0 there")
+        arrival = Arrival(runtime)
+        with _leaving(runtime):
+            runtime.start_backend()
+            measured["runtime_s"] = lap()
+            mesh = node_mesh(runtime.devices_of(runtime.process), config.mesh.fsdp, config.mesh.tensor)
+            worker = Worker(config, inputs.vocab_size, mesh)
+            with watchdog.allow(config.cluster.first_step_seconds, "compiling the programs"):
+                worker.compile()
+            measured["programs_s"] = lap()
+            log = SharedLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes)
+            identity = run_identity(config, inputs.vocab_size, inputs.prepared)
+            snapshots = Snapshots(config, identity, workdir, log)
+            keeper = StateKeeper(workdir, runtime.process, worker, identity, log)
+            parts = Parts(
+                config=config,
+                workdir=workdir,
+                inputs=inputs,
+                runtime=runtime,
+                arrival=arrival,
+                interconnect=Interconnect(runtime, config.mesh),
+                worker=worker,
+                snapshots=snapshots,
+                keeper=keeper,
+                log=log,
+                audit=Audit(workdir / "audit" if config.cluster.audit else None, runtime.process, inputs.sampler),
+                watchdog=watchdog,
+                measured={name: round(seconds, 3) for name, seconds in measured.items()},
+            )
+            with contextlib.closing(log), contextlib.closing(snapshots):
+                take_part(parts, stop)
+                keeper.remove()
+
+
+@contextlib.contextmanager
+def _leaving(runtime: Runtime) -> Iterator[None]:
+    """Leave the cluster in the end; what fails because the service is gone is no news then."""
+    try:
+        yield
+    finally:
+        runtime.leave()
+
+
+def _stopwatch() -> Callable[[], float]:
+    """Seconds since the last call; at first, since the process was started, as far as that is known."""
+    last = float(os.environ.get("MECEFO_STARTED", time.time()))
+
+    def lap() -> float:
+        nonlocal last
+        now = time.time()
+        seconds, last = now - last, now
+        return seconds
+
+    return lap
+
+
+def _launcher() -> int | None:
+    """Process id of the launcher, if this process has one."""
+    text = os.environ.get("MECEFO_PARENT", "")
+    return int(text) if text.isdecimal() else None
