@@ -5,17 +5,14 @@ start of a run; so the executable is compiled for the first sub-mesh and moved t
 """
 
 import dataclasses
-import io
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from mecefo_jax.executables import ExecutableStore, move_executable
 from mecefo_jax.mesh import shardings
 
 
@@ -45,12 +42,14 @@ class NodeProgram:
         function: pure, from trees to a tree.
         submeshes: where it may run; all of one shape.
         donate: positions of arguments whose buffers the result may reuse.
+        store: where executables are looked for before compiling, and kept after it.
         compilations: executables compiled so far.
     """
 
     function: Callable[..., Any]
     submeshes: Sequence[Mesh]
     donate: tuple[int, ...] = ()
+    store: ExecutableStore | None = None
     compilations: int = 0
     _executables: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
     _origin: int | None = None
@@ -78,7 +77,6 @@ class NodeProgram:
                 return moved
         else:
             self._origin = submesh
-        self.compilations += 1
         return self._compile(self.submeshes[submesh], args)
 
     def _compile(self, mesh: Mesh, args: Sequence[Flat]) -> jax.stages.Compiled:
@@ -92,41 +90,10 @@ class NodeProgram:
             self._result = jax.tree.structure(result)
             out = jax.tree.leaves(shardings(mesh, result))
             jitted = jax.jit(on_leaves, donate_argnums=self.donate, out_shardings=out)
-            return jitted.lower(*(arg.leaves for arg in args)).compile()
-
-
-def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled | None:
-    """The executable of ``source`` for the devices of ``target``, or None where the backend cannot do that.
-
-    JAX serializes executables but loads them for the devices they were compiled for alone. Its format names devices by
-    id through pickle's persistent ids, so this reads it with the target's devices in their places. What it uses of
-    jaxlib (the options' device assignment, ``deserialize_executable``) and the constructor of ``Compiled`` are not
-    public API; they are used here alone.
-    """
-    try:
-        return _moved(compiled, source, target)
-    except (ImportError, AttributeError, TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None
-
-
-def _moved(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled:
-    from jaxlib import xla_client
-
-    pairs = dict(zip((d.id for d in source.devices.flat), target.devices.flat, strict=True))
-    client = target.devices.flat[0].client
-    options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = 1, len(pairs)
-    options.executable_build_options.use_spmd_partitioning = True
-    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in target.devices.flat]]))
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid):
-            kind, *content = pid
-            if kind == "exec":
-                devices = xla_client.DeviceList(tuple(target.devices.flat))
-                return client.deserialize_executable(content[0], executable_devices=devices, compile_options=options)
-            return client if kind == "client" else pairs[content[0]]
-
-    serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
-    unloaded, args_info, no_kwargs = Unpickler(io.BytesIO(serialized)).load()
-    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
+            lowered = jitted.lower(*(arg.leaves for arg in args))
+            if self.store is None:
+                self.compilations += 1
+                return lowered.compile()
+            compiled, is_new = self.store.load_or_compile(lowered, mesh)
+            self.compilations += is_new
+            return compiled

@@ -40,11 +40,8 @@ def prepare(cluster: ClusterConfig, devices_per_node: int) -> None:
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", LANES * devices_per_node)
-    if cluster.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cluster.compile_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        # By default it also keeps files of XLA that hold the cache's path in the key, and reads what it lacks aloud.
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    # Compiled programs are kept by mecefo_jax/executables.py; JAX's cache would only serve the process that made them.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 class Runtime:

@@ -4,6 +4,7 @@ The programs are those of ``executor.py``, except that sums and states travel pa
 """
 
 import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtyping import Array
 
 from mecefo_jax.batches import BatchPlacer, MicrobatchSource, in_parts
 from mecefo_jax.config import Config
+from mecefo_jax.executables import ExecutableStore
 from mecefo_jax.mesh import Work, shardings
 from mecefo_jax.node_program import Flat, NodeProgram
 from mecefo_jax.processes.interconnect import Packed, as_words, from_words, pack, unpack
@@ -51,7 +53,9 @@ class Worker:
             return from_words(unpack(packed, as_shapes), self.abstract_state)
 
         as_shapes = jax.eval_shape(as_words, self.abstract_state)
-        program = functools.partial(NodeProgram, submeshes=(mesh,))
+        kept = config.cluster.compile_cache
+        store = ExecutableStore(pathlib.Path(kept).expanduser()) if kept else None
+        program = functools.partial(NodeProgram, submeshes=(mesh,), store=store)
         self._gradients = program(gradients)
         self._add = program(lambda left, right: jax.tree.map(jnp.add, left, right), donate=(0,))
         self._update = program(apply, donate=(0,))

@@ -1,0 +1,154 @@
+"""Executables for other devices than those they were compiled for: of other nodes, or of a process started later.
+
+JAX serializes executables but loads them for the devices they were compiled for alone. Its format names devices by id
+through pickle's persistent ids, so this reads it with other devices in their places. What it uses of jaxlib (the options'
+device assignment, ``deserialize_executable``) and the constructor of ``Compiled`` are not public API; they are used here
+alone.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import os
+import pathlib
+import pickle
+import platform
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from mecefo_jax.config_file import replace_file
+from mecefo_jax.locking import locked
+
+_CANNOT = (
+    ImportError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    KeyError,
+    EOFError,
+    NotImplementedError,
+    pickle.UnpicklingError,
+    jax.errors.JaxRuntimeError,
+)
+# What an executable is made of; a file that asks for anything else is none.
+_TRUSTED = ("jax", "jaxlib", "numpy", "collections", "ml_dtypes")
+_TRUSTED_BUILTINS = {"frozenset", "set", "slice", "tuple", "list", "dict", "getattr", "bytearray", "complex"}
+
+
+def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled | None:
+    """The executable of ``source`` for the devices of ``target``, or None where the backend cannot do that."""
+    try:
+        serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
+        return _load(serialized, [device.id for device in source.devices.flat], target, in_tree, out_tree)
+    except _CANNOT:
+        return None
+
+
+class ExecutableStore:
+    """Executables on disk, for every process of this user on this kind of machine.
+
+    JAX's own cache would do, but it compiles once for each process of a cluster on CPU, and lets only process 0 write.
+    Files that others could have written are not read: loading an executable runs what it says.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        """Keep them in ``directory``, made if needed."""
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def load_or_compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, bool]:
+        """The executable of a lowered program on ``mesh``, and whether it had to be compiled.
+
+        One process compiles; others that want the same program wait for it.
+        """
+        key = _key(lowered, mesh)
+        path = self._directory / f"{key}.executable"
+        with locked(self._directory / key):
+            found = self._read(path, lowered, mesh)
+            if found is not None:
+                return found, False
+            compiled = lowered.compile()
+            self._write(path, compiled, mesh)
+            return compiled, True
+
+    def _read(self, path: pathlib.Path, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled | None:
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+                    return None
+                header, serialized = file.readline(), file.read()
+            ids = json.loads(header)
+            return _load(serialized, ids, mesh, lowered.in_tree, lowered.out_tree)
+        except (OSError, *_CANNOT):
+            return None
+
+    def _write(self, path: pathlib.Path, compiled: jax.stages.Compiled, mesh: Mesh) -> None:
+        try:
+            serialized, _, _ = serialize_executable.serialize(compiled)
+            ids = json.dumps([device.id for device in mesh.devices.flat]).encode()
+            replace_file(path, ids + b"\n" + serialized)
+        except (OSError, *_CANNOT):  # the next process compiles again
+            return
+
+
+def _load(serialized: bytes, ids: Sequence[int], target: Mesh, in_tree: Any, out_tree: Any) -> jax.stages.Compiled:
+    """An executable compiled for the devices with these ids, on those of ``target``."""
+    from jaxlib import xla_client
+
+    pairs = dict(zip(ids, target.devices.flat, strict=True))
+    client = target.devices.flat[0].client
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, len(pairs)
+    options.executable_build_options.use_spmd_partitioning = True
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in target.devices.flat]]))
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid):
+            kind, *content = pid
+            if kind == "exec":
+                devices = xla_client.DeviceList(tuple(target.devices.flat))
+                return client.deserialize_executable(content[0], executable_devices=devices, compile_options=options)
+            return client if kind == "client" else pairs[content[0]]
+
+        def find_class(self, module, name):
+            trusted = _TRUSTED_BUILTINS if module == "builtins" else None
+            if (trusted is not None and name in trusted) or module.partition(".")[0] in _TRUSTED:
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of an executable")
+
+    unloaded, args_info, no_kwargs = Unpickler(io.BytesIO(serialized)).load()
+    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
+
+
+def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
+    """Names a program, the compiler and the machine."""
+    device = mesh.devices.flat[0]
+    parts = (
+        lowered.as_text(),
+        str(dict(mesh.shape)),
+        jax.__version__,
+        device.client.platform_version,
+        device.device_kind,
+        os.environ.get("XLA_FLAGS", ""),
+        _processor(),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+
+
+@functools.cache
+def _processor() -> str:
+    """What code for this processor may use."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return platform.machine() + "".join(flags)
