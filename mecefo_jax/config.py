@@ -364,7 +364,7 @@ class ClusterConfig:
     """Longest wait for all processes to come up; whoever is missing is named meanwhile."""
     heartbeat_seconds: int = 10
     """Silence after which the coordinator takes a process for dead; checked each second."""
-    collective_seconds: int = 5
+    collective_seconds: int = 2
     """Longest wait inside one reduction or transfer, once all have reached it; what a death in it costs at most."""
     progress_seconds: int = 60
     """Time without progress after which a process dumps its stacks and ends itself (exit 124)."""

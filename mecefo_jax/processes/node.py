@@ -94,6 +94,7 @@ class Node:
         self._evaluation_began = 0.0
         self._nodes: tuple[int, ...] | None = None
         self._compiled_at_first_step: int | None = None
+        self._took_part: tuple[int, ...] | None = None
         self._scores: dict[str, float] = {}
         self._adopt(Progress())
 
@@ -168,8 +169,6 @@ class Node:
             raise RestartInPlaceError(f"{_FAILURES_IN_ROW} rounds in a row failed")
         self._failed = False
         self._timeline.decided(decision, self._waited_s)
-        for process, member in decision.lost.items():
-            print(f"node {member.node} (process {process}) is dead", file=sys.stderr, flush=True)
         log = parts.log
         if decision.holders and self._me == decision.source and not log.writes:
             log.begin() if decision.action == "load" else log.take_over()
@@ -295,6 +294,7 @@ class Node:
         parts, step = self._parts, self._held
         metrics = parts.worker.update(total)
         plan = self._done_plan(decision, said)
+        self._tell_returned(decision)
         parts.audit.committed(step, {process: said[process].computed for process in decision.holders})
         self._held, self._sums, self._evaluated, self._scores_logged = step + 1, None, {}, False
         self._evaluation_began = time.perf_counter()
@@ -325,6 +325,7 @@ class Node:
         key, began = f"handover/{decision.view.round}", time.monotonic()
         if self._me == decision.source:
             told: dict[str, Any] = {"step": self._held, "progress": dataclasses.asdict(self._progress)}
+            told["took_part"] = self._took_part
             words = parts.worker.words()
             parts.runtime.publish(key, json.dumps(told))
         else:
@@ -341,17 +342,18 @@ class Node:
             parts.worker.take_words(moved)
             self._held, self._sums, self._evaluated, self._scores_logged = told["step"], None, {}, False
             self._adopt(Progress(**told["progress"]))
-        elif decision.reduces:  # at the start of a run all come together, and nobody has returned
-            measured = parts.runtime.lookup("measured")
-            for process in decision.newcomers:
-                self._timeline.returned(
-                    self._held,
-                    decision.view.members[process].node,
-                    process,
-                    transfer_s=round(seconds, 3),
-                    bytes=parts.worker.state_bytes,
-                    **json.loads(measured.get(str(process), "{}")),
-                )
+            self._took_part = None if told["took_part"] is None else tuple(told["took_part"])
+            measured = parts.measured | {"transfer_s": round(seconds, 3), "bytes": parts.worker.state_bytes}
+            parts.runtime.publish(f"measured/{self._me}", json.dumps(measured))
+
+    def _tell_returned(self, decision: Decision) -> None:
+        """Tell of the processes that take part in this step and did not in the one before."""
+        before, self._took_part = self._took_part, decision.holders
+        returned = () if before is None else sorted(set(decision.holders) - set(before))
+        told = self._parts.runtime.lookup("measured") if returned else {}
+        for process in returned:
+            node = decision.view.members[process].node
+            self._timeline.returned(self._held, node, process, **json.loads(told.get(str(process), "{}")))
 
     # The work itself
 
@@ -492,7 +494,6 @@ def take_part(parts: Parts, stop: StopRequest) -> dict[str, Any]:
     if runtime.process <= num_nodes and not parts.arrival.cluster_runs:
         view = first_view(num_nodes)
     else:
-        runtime.publish(f"measured/{runtime.process}", json.dumps(parts.measured))
         with parts.watchdog.allow(10 * 365 * 86400.0, "waiting to be needed"):
             found = parts.arrival.wait(config.cluster.first_step_seconds, lambda: stop.received is not None)
         if found is None:

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 
 from mecefo_jax.processes.beat import Beat
@@ -94,6 +95,7 @@ class Roster:
         environment = {
             "MECEFO_BEAT_FILE": str(place.beat.path),
             "MECEFO_PARENT": str(os.getpid()),
+            "MECEFO_STARTED": repr(time.time()),
             "PYTHONUNBUFFERED": "1",
         }
         place.child = Child(

@@ -38,6 +38,7 @@ def prepare(cluster: ClusterConfig, devices_per_node: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_cpu_collective_timeout_seconds={cluster.collective_seconds} {flags}"
     jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", LANES * devices_per_node)
     # Compiled programs are kept by mecefo_jax/executables.py; JAX's cache would only serve the process that made them.

@@ -26,6 +26,9 @@ from mecefo_jax.snapshots import Snapshots, run_identity
 from mecefo_jax.stopping import StopRequest, stop_requests
 
 
+_STARTED = float(os.environ.get("MECEFO_STARTED", time.time()))
+
+
 def start(config: Config, workdir: pathlib.Path) -> None:
     """Be the process of the cluster that the config says, until the run ends.
 
@@ -106,7 +109,7 @@ def _leaving(runtime: Runtime) -> Iterator[None]:
 
 def _stopwatch() -> Callable[[], float]:
     """Seconds since the last call; at first, since the process was started, as far as that is known."""
-    last = float(os.environ.get("MECEFO_STARTED", time.time()))
+    last = _STARTED
 
     def lap() -> float:
         nonlocal last
