@@ -4,12 +4,15 @@ A value is parsed by the declared type of its field, exactly as in a config file
 starts, so help and mistakes are answered at once.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import configs
 from mecefo_jax.config import Config
@@ -63,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
         if arguments.print_config:
             print(to_json(config), end="")
             return 0
-        _start(config, _workdir(arguments, config))
+        if config.cluster.is_real:
+            _be_a_process(config, _workdir(arguments, config))
+        else:
+            _run(config, _workdir(arguments, config))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -199,21 +205,37 @@ def _workdir(arguments: Arguments, config: Config) -> pathlib.Path:
     return arguments.workdir or pathlib.Path("runs") / config.name
 
 
-def _start(config: Config, workdir: pathlib.Path) -> None:
+def _run(config: Config, workdir: pathlib.Path) -> None:
     from mecefo_jax import devices
 
-    if config.cluster.is_real:
-        devices.prepare_process(config.cluster, config.mesh)
+    devices.prepare(config.mesh)
+    _make_directory(workdir)
+    from mecefo_jax.trainer import run
+
+    run(config, workdir)
+
+
+def _be_a_process(config: Config, workdir: pathlib.Path) -> NoReturn:
+    """One process of a cluster; it ends here, since threads that wait for the others cannot be ended otherwise."""
+    from mecefo_jax import devices
+
+    devices.prepare_process(config.cluster, config.mesh)
+    exit_code = 0
+    try:
         _make_directory(workdir)
         from mecefo_jax.processes.start import start
 
         start(config, workdir)
-    else:
-        devices.prepare(config.mesh)
-        _make_directory(workdir)
-        from mecefo_jax.trainer import run
-
-        run(config, workdir)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        exit_code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _make_directory(workdir: pathlib.Path) -> None:

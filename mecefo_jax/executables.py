@@ -1,9 +1,9 @@
 """Executables for other devices than those they were compiled for: of other nodes, or of a process started later.
 
 JAX serializes executables but loads them for the devices they were compiled for alone. Its format names devices by id
-through pickle's persistent ids, so this reads it with other devices in their places. What it uses of jaxlib (the options'
-device assignment, ``deserialize_executable``) and the constructor of ``Compiled`` are not public API; they are used here
-alone.
+through pickle's persistent ids, so this reads it with other devices in their places. What it uses of jaxlib (the
+options' device assignment, ``deserialize_executable``) and the constructor of ``Compiled`` are not public API; they
+are used here alone.
 """
 
 import functools

@@ -7,6 +7,7 @@ Legend: S slots, M microbatches of the step, L layers, B microbatch size, T sequ
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -143,23 +144,22 @@ def _add_degraded(
     return jax.lax.cond(batch.num_degraded > 0, run, lambda sums: sums, sums)
 
 
-def make_reduction(specs: PyTree[P], mesh: Mesh, *, donate: bool = True) -> jax.stages.Wrapped:
+def make_reduction(specs: PyTree[P], mesh: Mesh) -> Callable[[PyTree], PyTree]:
     """The sum over the live nodes: one all-reduce along ``data``, compiled when it is first called.
 
     Args:
         specs: how the nodes' sums, leaves ``[1, ...]``, are sharded inside a node.
         mesh: the live mesh.
-        donate: whether the result takes the buffers of the argument; not where a reduction may fail.
 
     Returns:
         A jitted function of what ``mesh.stack`` makes of the nodes' sums; it returns leaves ``[1, ...]``, replicated
-        over ``data`` and sharded inside a node as before.
+        over ``data`` and sharded inside a node as before, in the buffers of its argument.
     """
     per_node = jax.tree.map(lambda spec: P("data", *spec[1:]), specs, is_leaf=_is_spec)
     summed = jax.tree.map(lambda spec: P(None, *spec[1:]), specs, is_leaf=_is_spec)
     psum = jax.shard_map(lambda parts: jax.lax.psum(parts, "data"), mesh=mesh, in_specs=(per_node,), out_specs=summed)
     out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), summed, is_leaf=_is_spec)
-    return jax.jit(psum, out_shardings=out_shardings, donate_argnums=0 if donate else ())
+    return jax.jit(psum, out_shardings=out_shardings, donate_argnums=0)
 
 
 def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, StepMetrics]:

@@ -1,8 +1,8 @@
 """What the living make of a round: a pure function from what all of them know to what all of them do next.
 
-Processes go through rounds in step. In each, a process does what was decided (its body), publishes its facts, and waits
-in the barrier of the round. All that pass it see the same live processes and the same facts, so that all come to the same
-decision, without a vote and without a leader. Nothing here talks to anybody; ``node.py`` does.
+Processes go through rounds in step. In each, a process does what was decided (its body), publishes its facts, and
+waits in the barrier of the round. All that pass it see the same live processes and the same facts, so that all come
+to the same decision, without a vote and without a leader. Nothing here talks to anybody; ``node.py`` does.
 
 A step is committed once one live process holds the state after it: whoever is behind gets that state. Until then all
 keep their sums, so that a step whose reduction fails is reduced again, and only the microbatches of the dead are

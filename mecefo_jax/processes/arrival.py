@@ -1,8 +1,8 @@
 """How a process that comes to a running cluster becomes a member.
 
 A process that died and is back is connected again, so its former fellows' barrier waits for it: it must answer that
-barrier, and they see from its incarnation that it is another. Meanwhile it gets ready, says so under ``waiting/``, and is
-told under ``admit/`` from which round on it takes part.
+barrier, and they see from its incarnation that it is another. Meanwhile it gets ready, says so under ``waiting/``,
+and is told under ``admit/`` from which round on it takes part.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Process 0: hosts the coordination service, and trains nothing.
 
 It says who is missing while the cluster comes up, holds the lock of the run directory, and passes on what a launcher
-knows of deaths (lines ``dead K`` on its standard input), which is faster than missed heartbeats. It ends when the run has.
+knows of deaths (lines ``dead K`` on its standard input), which is faster than missed heartbeats. It ends when the run
+has.
 """
 
 import os

@@ -1,15 +1,22 @@
 """Sums over processes: packed trees, one all-reduce, and communicators that are never used twice.
 
-A tree is packed into one vector a dtype, so that a reduction is one or two all-reduces whatever the model, and compiles
-in some hundredths of a second (22 all-reduces of the quickstart's gradients took 80 ms, one took 15). Packing happens on
-each device for its own shards.
+A tree is packed into one vector a dtype, so that a reduction is one or two exchanges whatever the model, and compiles
+in some hundredths of a second. Packing happens on each device for its own shards.
 
-On CPU, gloo's communicators are kept for ever under the ordered list of their devices. One in which a process died, or a
-time-out struck, is broken, and so is the list. Hence every epoch takes another list: another order of the processes, and
-another lane (set of devices) of each. ``capacity`` says how many there are; then all processes start again.
+A sum is two all-to-alls: each process adds up one part of the vectors, and sends it to all. It moves as many bytes as
+a ring does; but everybody listens to everybody, so that all notice at once when one dies in the midst of it. In
+gloo's ring (``psum``) only its neighbours do, and the others wait for a time-out. And the order of the sum is that of
+the processes.
+
+On CPU, gloo's communicators are kept for ever under the ordered list of their devices. One in which a process died,
+or a time-out struck, is broken, and so is the list. Hence every epoch takes another list: another order of the
+processes, and another lane (set of devices) of each. ``capacity`` says how many there are; then all processes start
+again.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -26,8 +33,9 @@ from mecefo_jax.config import MeshConfig
 from mecefo_jax.errors import RestartInPlaceError
 from mecefo_jax.mesh import partition_specs, stack, views
 from mecefo_jax.processes.runtime import LANES, Runtime, node_mesh
-from mecefo_jax.step import make_reduction
 
+# With more processes than this, compiling for every death costs more than it saves.
+_MOST_EXPECTED = 16
 _PACKED = P(None, ("fsdp", "tensor"))
 
 
@@ -103,6 +111,8 @@ class Clique:
     """``(data, fsdp, tensor)``, an index along ``data`` a process."""
     own: Mesh
     """This process's part, ``(fsdp, tensor)``."""
+    order: tuple[int, ...]
+    """Places along ``data``, in the order of the processes' numbers."""
 
 
 class Interconnect:
@@ -113,6 +123,8 @@ class Interconnect:
         self._runtime, self._shape = runtime, (mesh.fsdp, mesh.tensor)
         self._home = node_mesh(runtime.devices_of(runtime.process), *self._shape)
         self._reductions: dict[Any, Any] = {}
+        self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="interconnect")
+        self._expecting: concurrent.futures.Future[Any] | None = None
 
     def clique(self, epoch: int, processes: Sequence[int]) -> Clique:
         """The devices that the processes use in an epoch: no other epoch uses the same, in the same order.
@@ -131,11 +143,22 @@ class Interconnect:
             for process in order
         }
         grid = np.stack([parts[process].devices for process in order])
-        return Clique(Mesh(grid, ("data", "fsdp", "tensor")), parts[self._runtime.process])
+        places = tuple(order.index(process) for process in sorted(processes))
+        return Clique(Mesh(grid, ("data", "fsdp", "tensor")), parts[self._runtime.process], places)
+
+    def expect_a_death(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
+        """Compile, beside what else is going on, for the next epoch without any one of the others."""
+        if len(processes) > _MOST_EXPECTED:
+            return
+        others = [process for process in processes if process != self._runtime.process]
+        groups = [tuple(process for process in processes if process != other) for other in others]
+        if self._expecting is not None:
+            self._expecting.cancel()
+        self._expecting = self._beside.submit(lambda: [self.compile(epoch + 1, group, like) for group in groups])
 
     def compile(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
         """Compile a reduction ahead of need; ``like`` has its shapes."""
-        if len(processes) > 1:
+        if len(processes) > 1 and epoch < capacity(len(processes), LANES):
             self._reduction(self.clique(epoch, processes), like)
 
     def total(self, packed: Packed, epoch: int, processes: Sequence[int]) -> Packed:
@@ -164,10 +187,36 @@ class Interconnect:
             arguments = Packed(
                 {dtype: jax.ShapeDtypeStruct((num_processes, size), dtype, sharding=sharding) for dtype, size in shapes}
             )
-            specs = Packed({dtype: _PACKED for dtype, _ in shapes})
-            reduction = make_reduction(specs, clique.mesh, donate=False)
-            self._reductions[key] = reduction.lower(arguments).compile()
+            self._reductions[key] = make_exchange(clique, arguments).lower(arguments).compile()
         return self._reductions[key]
+
+
+def make_exchange(clique: Clique, arguments: Packed) -> jax.stages.Wrapped:
+    """The sum over a clique, of vectors ``[processes, K]``; all processes get it, ``[1, K]``.
+
+    Args:
+        clique: who takes part.
+        arguments: vectors of the shapes and dtypes to come.
+    """
+    count = len(clique.order)
+
+    def total(vector: Array) -> Array:
+        size = vector.shape[1]
+        part = -(-size // count)
+        parts = jnp.pad(vector[0], (0, count * part - size)).reshape(count, part)
+        rows = jax.lax.all_to_all(parts, "data", 0, 0, tiled=True)  # everybody's version of this process's part
+        summed = functools.reduce(jnp.add, (rows[place] for place in clique.order))
+        whole = jax.lax.all_to_all(jnp.broadcast_to(summed, (count, part)), "data", 0, 0, tiled=True)
+        return whole.reshape(1, -1)[:, :size]
+
+    def totals(vectors: dict[str, Array]) -> dict[str, Array]:
+        return {dtype: total(vector) for dtype, vector in vectors.items()}
+
+    given = {dtype: P("data", *_PACKED[1:]) for dtype in arguments.vectors}
+    summed = dict.fromkeys(arguments.vectors, _PACKED)
+    # That all processes get the same is not visible to the type checker.
+    exchange = jax.shard_map(totals, mesh=clique.mesh, in_specs=(given,), out_specs=summed, check_vma=False)
+    return jax.jit(lambda packed: Packed(exchange(packed.vectors)))
 
 
 def arrangement(epoch: int, processes: Sequence[int], num_lanes: int) -> tuple[list[int], dict[int, int]]:

@@ -50,7 +50,7 @@ class StateKeeper:
         self._pending = self._writer.submit(self._write, step, facts, words)
 
     def read(self, step: int) -> tuple[Packed, Progress, dict[str, Any]] | None:
-        """The state kept for a step, its account, and the identity of the run that wrote it; None if it is not whole."""
+        """The state kept for a step, its account, and the identity of its run; None if it is not whole."""
         found = self._memory.read(step)
         if found is None:
             self._memory.remove()

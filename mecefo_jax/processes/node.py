@@ -89,7 +89,7 @@ class Node:
         self._done_ids = (np.arange(0), np.arange(0))
         self._computing_s = 0.0
         self._evaluated: dict[str, tuple[float, int]] = {}
-        self._prepared, self._failed, self._finished = -1, False, False
+        self._prepared, self._expected, self._failed, self._finished = -1, -1, False, False
         self._failures_in_row = 0
         self._evaluation_began = 0.0
         self._nodes: tuple[int, ...] | None = None
@@ -276,8 +276,11 @@ class Node:
             self._tell_plan(plan, nodes)
             self._sums = None
             self._compute(Work(*plan.microbatches_of(decision.view.members[self._me].node)), plan)
-        due, everybody = self._evaluations(self._held), sorted(decision.view.members)
+        due, everybody = self._evaluations(self._held), tuple(sorted(decision.view.members))
         self._evaluate(range(everybody.index(self._me), due, len(everybody)))
+        if self._expected < decision.view.epoch:
+            self._expected = decision.view.epoch
+            parts.interconnect.expect_a_death(self._expected, everybody, parts.worker.like_sums)
 
     def _total(self, packed: Packed, decision: Decision, group: Collection[int], what: str) -> Packed | None:
         """A sum over processes; None where it fails, which the next round then deals with."""

@@ -28,8 +28,8 @@ from mecefo_jax.errors import ConfigError
 LANES = 16
 """CPU devices a node's process has for each one that it needs (see ``interconnect``)."""
 
-# A task number that no process has. Sets of tasks that differ in such a number are different barriers to the service, so
-# that one abandoned by a process that died is never mistaken for a later one.
+# A task number that no process has. Sets of tasks that differ in such a number are different barriers to the service,
+# so that one abandoned by a process that died is never mistaken for a later one.
 _ROUND_TAG = 2**30
 
 

@@ -1,4 +1,5 @@
-"""What one node computes by itself: sums over microbatches, the update, evaluation. Compiled once, whoever lives or dies.
+"""What one node computes by itself: sums over microbatches, the update, evaluation. Compiled once, whoever lives or
+dies.
 
 The programs are those of ``executor.py``, except that sums and states travel packed (``interconnect.py``).
 """
