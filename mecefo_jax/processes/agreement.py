@@ -23,10 +23,8 @@ class Member:
 
     node: int
     """The node that it is."""
-    nonce: str | None = None
-    """Name of its present life; None until its first round has shown it."""
-    incarnation: int | None = None
-    """The runtime's name for the same."""
+    life: int | None = None
+    """The runtime's name for its present life (incarnation); None until its first round has shown it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,8 @@ class View:
 class Facts:
     """What a member says at the end of a round."""
 
-    nonce: str
+    life: int
+    """The runtime's name for this life of the process."""
     members: tuple[int, ...] = ()
     """Members of its view: the processes that this round's barrier waits for."""
     held: int = -1
@@ -69,8 +68,8 @@ class Facts:
     """Those computed with the degraded backward pass."""
     evaluated: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
     """Loss and tokens of the evaluation's microbatches that it has seen to at ``held``, by number."""
-    waiting: tuple[tuple[int, str], ...] = ()
-    """Processes that it has seen ready to take part, with their nonces."""
+    waiting: tuple[tuple[int, int], ...] = ()
+    """Processes that it has seen ready to take part, with their lives."""
     failed: bool = False
     """Whether its body did not succeed."""
     leaving: bool = False
@@ -90,7 +89,7 @@ class Facts:
         fields: dict[str, Any] = json.loads(text)
         for name in ("members", "exact", "degraded"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
-        fields["waiting"] = tuple((int(process), nonce) for process, nonce in fields["waiting"])
+        fields["waiting"] = tuple((process, life) for process, life in fields["waiting"])
         fields["evaluated"] = {number: (loss, tokens) for number, (loss, tokens) in fields["evaluated"].items()}
         return cls(**fields)
 
@@ -160,7 +159,7 @@ def decide(view: View, live: Mapping[int, int], facts: Mapping[int, Facts], rule
 
     Args:
         view: who took part in it.
-        live: incarnations of the members that passed its barrier.
+        live: lives (incarnations) of the members that passed its barrier.
         facts: what members published before it.
         rules: of the run.
 
@@ -168,7 +167,7 @@ def decide(view: View, live: Mapping[int, int], facts: Mapping[int, Facts], rule
         The decision; equal arguments give equal decisions.
     """
     alive = {
-        process: dataclasses.replace(member, nonce=facts[process].nonce, incarnation=live[process])
+        process: dataclasses.replace(member, life=live[process])
         for process, member in view.members.items()
         if process in live and process in facts and _is_same_life(member, facts[process], live[process])
     }
@@ -206,17 +205,16 @@ def decide(view: View, live: Mapping[int, int], facts: Mapping[int, Facts], rule
     return _go_on(said, rules, common)
 
 
-def _is_same_life(member: Member, fact: Facts, incarnation: int) -> bool:
-    return member.nonce in (None, fact.nonce) and member.incarnation in (None, incarnation)
+def _is_same_life(member: Member, fact: Facts, life: int) -> bool:
+    """Whether a process that is alive is the one that published the fact, and the member that it was."""
+    return fact.life == life and member.life in (None, life)
 
 
 def _admitted(staying: Mapping[int, Member], said: Mapping[int, Facts], num_nodes: int) -> dict[int, Member]:
     """Waiting processes for the vacant nodes, as the first of the members has seen them."""
     vacant = sorted(set(range(num_nodes)) - {member.node for member in staying.values()})
-    waiting = [(process, nonce) for process, nonce in said[min(said)].waiting if process not in staying]
-    return {
-        process: Member(node=node, nonce=nonce) for node, (process, nonce) in zip(vacant, sorted(waiting), strict=False)
-    }
+    waiting = sorted((process, life) for process, life in said[min(said)].waiting if process not in staying)
+    return {process: Member(node=node, life=life) for node, (process, life) in zip(vacant, waiting, strict=False)}
 
 
 def _load(said: Mapping[int, Facts], common: dict[str, Any]) -> Decision:

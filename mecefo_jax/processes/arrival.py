@@ -15,7 +15,7 @@ import jax
 
 from mecefo_jax.errors import RestartInPlaceError
 from mecefo_jax.processes.agreement import View
-from mecefo_jax.processes.runtime import Runtime, new_nonce
+from mecefo_jax.processes.runtime import Runtime
 
 _POLL_SECONDS = 0.02
 
@@ -25,7 +25,7 @@ class Arrival:
 
     def __init__(self, runtime: Runtime) -> None:
         """Begin to answer barriers."""
-        self._runtime, self.nonce = runtime, new_nonce()
+        self._runtime = runtime
         self.cluster_runs = bool(runtime.lookup("facts"))
         """Whether others had begun before this process came."""
         self._admitted = threading.Event()
@@ -47,7 +47,7 @@ class Arrival:
         """
         last_sign, signs = time.monotonic(), ""
         while not is_stopped():
-            self._runtime.publish(f"waiting/{self._runtime.process}", self.nonce)
+            self._runtime.publish(f"waiting/{self._runtime.process}", str(self._runtime.life))
             text = self._runtime.wait_for(self._key, 0.5)
             if text is not None:
                 self._admitted.set()
@@ -64,7 +64,7 @@ class Arrival:
 
     @property
     def _key(self) -> str:
-        return f"admit/{self._runtime.process}/{self.nonce}"
+        return f"admit/{self._runtime.process}/{self._runtime.life}"
 
     def _answer_barriers(self) -> None:
         """Call every barrier that waits for a former life of this process."""
@@ -74,7 +74,7 @@ class Arrival:
                 facts = self._runtime.lookup("facts")
                 newest = max(facts, default="", key=_round_of)
                 # Members tell the admitted before they count them in: so what is not admitted by now is a former life.
-                if newest and self.nonce not in self._runtime.lookup(f"admit/{self._runtime.process}"):
+                if newest and str(self._runtime.life) not in self._runtime.lookup(f"admit/{self._runtime.process}"):
                     members = tuple(json.loads(facts[newest])["members"])
                     barrier = (_round_of(newest), members)
                     if self._runtime.process in members and barrier not in answered:

@@ -154,7 +154,11 @@ class Interconnect:
         groups = [tuple(process for process in processes if process != other) for other in others]
         if self._expecting is not None:
             self._expecting.cancel()
-        self._expecting = self._beside.submit(lambda: [self.compile(epoch + 1, group, like) for group in groups])
+        self._expecting = self._beside.submit(self._compile_all, epoch + 1, groups, like)
+
+    def _compile_all(self, epoch: int, groups: Sequence[Sequence[int]], like: Packed) -> None:
+        for group in groups:
+            self.compile(epoch, group, like)
 
     def compile(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
         """Compile a reduction ahead of need; ``like`` has its shapes."""

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-
 from mecefo_jax.config import Config
 from mecefo_jax.errors import ConfigError
 from mecefo_jax.inputs import open_inputs
@@ -24,7 +23,6 @@ from mecefo_jax.processes.watchdog import Watchdog, die_with_parent
 from mecefo_jax.processes.worker import Worker
 from mecefo_jax.snapshots import Snapshots, run_identity
 from mecefo_jax.stopping import StopRequest, stop_requests
-
 
 _STARTED = float(os.environ.get("MECEFO_STARTED", time.time()))
 

@@ -1,0 +1,110 @@
+"""Packed trees, sums over cliques of emulated processes, and arrangements that never come twice."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mecefo_jax.errors import RestartInPlaceError
+from mecefo_jax.mesh import shardings
+from mecefo_jax.processes.interconnect import (
+    Clique,
+    Packed,
+    arrangement,
+    as_words,
+    capacity,
+    from_words,
+    make_exchange,
+    pack,
+    unpack,
+)
+from mecefo_jax.state import init_state
+from tests.tiny import VOCAB, assert_trees_equal, tiny_config
+
+
+def sub_mesh(fsdp: int, tensor: int, start: int = 0) -> Mesh:
+    devices = np.array(jax.devices()[start : start + fsdp * tensor])
+    return Mesh(devices.reshape(fsdp, tensor), ("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])
+def test_a_state_comes_back_from_its_bits(fsdp, tensor):
+    mesh = sub_mesh(fsdp, tensor)
+    state = init_state(tiny_config(), VOCAB)
+    state = jax.tree.map(lambda leaf: -leaf, state)  # negative zeros, which a sum with 0.0 would lose
+    state = jax.device_put(state, shardings(mesh, state))
+    like = jax.eval_shape(lambda: state)
+    with jax.set_mesh(mesh):
+        words = jax.jit(lambda state: pack(as_words(state)))(state)
+        back = jax.jit(lambda words: from_words(unpack(words, jax.eval_shape(as_words, like)), like))(words)
+    assert set(words.vectors) == {"uint32"}
+    assert any((np.signbit(leaf) & (leaf == 0)).any() for leaf in map(np.asarray, jax.tree.leaves(back)) if leaf.ndim)
+    assert_trees_equal(state, back)
+
+
+@pytest.mark.parametrize(("count", "fsdp"), [(2, 1), (3, 1), (4, 2)])
+def test_the_sum_over_a_clique_is_that_of_its_processes_in_their_order(count, fsdp):
+    order = list(np.random.default_rng(0).permutation(count))
+    grid = np.array(jax.devices()[: count * fsdp]).reshape(count, fsdp, 1)[order]
+    mesh = Mesh(grid, ("data", "fsdp", "tensor"))
+    clique = Clique(mesh, sub_mesh(fsdp, 1), tuple(order.index(process) for process in range(count)))
+    values = np.random.default_rng(1).normal(size=(count, 7 * fsdp)).astype(np.float32)
+    counts = np.arange(count * 2 * fsdp, dtype=np.int32).reshape(count, -1)
+    sharding = NamedSharding(mesh, P("data", ("fsdp", "tensor")))
+    packed = Packed(
+        {"float32": jax.device_put(values[order], sharding), "int32": jax.device_put(counts[order], sharding)}
+    )
+    total = make_exchange(clique, packed)(packed)
+    expected = values[0]
+    for row in values[1:]:
+        expected = expected + row
+    for shard in total.vectors["float32"].addressable_shards:  # on every device, bit for bit
+        np.testing.assert_array_equal(np.asarray(shard.data)[0], expected[shard.index[1]])
+    np.testing.assert_array_equal(total.vectors["int32"][0], counts.sum(axis=0))
+
+
+def test_words_of_one_process_survive_a_sum_with_zeros():
+    mesh = Mesh(np.array(jax.devices()[:3]).reshape(3, 1, 1), ("data", "fsdp", "tensor"))
+    words = np.array([0x80000000, 0x7FC00001, 0xFFFFFFFF, 1], np.uint32)
+    rows = np.stack([np.zeros_like(words), words, np.zeros_like(words)])
+    packed = Packed({"uint32": jax.device_put(rows, NamedSharding(mesh, P("data", ("fsdp", "tensor"))))})
+    total = make_exchange(Clique(mesh, sub_mesh(1, 1), (0, 1, 2)), packed)(packed)
+    np.testing.assert_array_equal(total.vectors["uint32"][0], words)
+
+
+@pytest.mark.parametrize(("count", "lanes"), [(2, 3), (3, 2), (2, 1)])
+def test_no_arrangement_comes_twice(count, lanes):
+    processes = range(5, 5 + count)
+    seen = set()
+    for epoch in range(capacity(count, lanes)):
+        order, lane = arrangement(epoch, processes, lanes)
+        assert sorted(order) == list(processes)
+        seen.add(tuple((process, lane[process]) for process in order))
+    assert len(seen) == capacity(count, lanes)
+    with pytest.raises(RestartInPlaceError, match="no unused order"):
+        arrangement(capacity(count, lanes), processes, lanes)
+
+
+@given(st.integers(0, 10**6), st.permutations(range(1, 9)))
+def test_an_arrangement_depends_on_who_takes_part_and_not_on_who_asks(epoch, processes):
+    assert arrangement(epoch, processes, 16) == arrangement(epoch, sorted(processes), 16)
+
+
+def test_neighbouring_epochs_differ_in_their_order():
+    orders = [tuple(arrangement(epoch, range(4), 16)[0]) for epoch in range(24)]
+    assert set(orders) == set(itertools.permutations(range(4)))
+
+
+def test_dtypes_are_packed_apart():
+    tree = {"a": jnp.arange(3, dtype=jnp.float32), "b": jnp.int32(7), "c": jnp.ones((2, 2), jnp.float32)}
+    with jax.set_mesh(sub_mesh(1, 1)):
+        packed = jax.jit(pack)(tree)
+        back = jax.jit(lambda packed: unpack(packed, tree))(packed)
+    assert {dtype: vector.shape for dtype, vector in packed.vectors.items()} == {"float32": (1, 7), "int32": (1, 1)}
+    assert_trees_equal(tree, back)
