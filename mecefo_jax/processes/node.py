@@ -7,6 +7,7 @@ the time is spent computing, where a death costs no time-out, only the work of t
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import pathlib
 import sys
@@ -113,6 +114,7 @@ class Node:
             view = decision.view
             self._take_note(decision, said)
             if decision.action == "exit":
+                self._tell_final_state()
                 return summary
             if decision.action in ("stop", "too_few") or self._me in decision.left:
                 self._end_early(decision)
@@ -454,6 +456,17 @@ class Node:
                 parts.log.event("report_failed", self._held, reason=str(error))
         self._finished = True
         return summary
+
+    def _tell_final_state(self) -> None:
+        """For the audit: which state this process ends with, if it ever received one."""
+        parts = self._parts
+        if not parts.config.cluster.audit or self._held < 0:
+            return
+        digest = hashlib.sha256()
+        with self._slow("reading the state"):
+            for _, vector in sorted(jax.device_get(parts.worker.words().vectors).items()):
+                digest.update(np.ascontiguousarray(vector).tobytes())
+        parts.audit.ended(self._held, digest.hexdigest())
 
     def _end_early(self, decision: Decision) -> None:
         """Save, if it is on this process to save, and go."""
