@@ -51,6 +51,7 @@ def refusal(argv, capsys):
         (["--schedule", "kill 2 @ step 240"], "expected a step before the last one, 240"),
         (["--schedule", "kill 2 @ step 30", "--nodes", "3"], "--nodes: got 3, expected a divisor"),
         (["--schedule", "kill 2 @ step 30", "--limit", "0"], "--limit: got 0"),
+        (["--schedule", "kill 2 @ step 30", "--json", "no/where.json"], "--json no/where.json: its folder"),
         (["--schedule", "kill 2 @ step 30", "--", "--train.log_every", "2"], "a drill sets it to 1"),
         (["--schedule", "kill 2 @ step 30", "--", "--workdir", "x"], "a drill's own --workdir"),
         (["--schedule", "kill 2 @ step 30", "--", "--train.stepz", "2"], "train.stepz"),
@@ -125,7 +126,8 @@ def test_without_seeds_the_loss_is_not_judged(seeds, runs, conducted, tmp_path):
 
 def test_baselines_meet_the_same_strikes(conducted, tmp_path):
     words = ["--schedule", "random mtbf 2s for 30s", "--noise-seeds", "0", "--seed", "5"]
-    _, results = run_drill(tmp_path, *words)
+    code, results = run_drill(tmp_path, *words)
+    assert code == 0 and results["final"]["strikes_planned"] > results["final"]["strikes"] == 0
     (probe, _, no_strikes, _), *runs = conducted
     assert probe == "probe" and no_strikes == ()
     assert [(run, restarts_all) for run, _, _, restarts_all in runs] == [
