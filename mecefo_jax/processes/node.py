@@ -132,11 +132,11 @@ class Node:
             live = runtime.live(view.round, view.members)
         self._waited_s = time.monotonic() - began
         said = {int(process): Facts.from_json(text) for process, text in runtime.lookup(folder).items()}
-        if self._me not in live or self._me not in said or said[self._me].nonce != self._parts.arrival.nonce:
+        if self._me not in live or self._me not in said or said[self._me].life != live[self._me]:
             raise RestartInPlaceError("this process was taken for dead while it was not")
         decision = decide(view, live, said, self._rules)
         for process, member in decision.joined.items():
-            runtime.publish(f"admit/{process}/{member.nonce}", decision.view.to_json())
+            runtime.publish(f"admit/{process}/{member.life}", decision.view.to_json())
         if self._me == min(decision.view.members) and view.round >= 2:
             runtime.forget(f"facts/{view.round - 2}")
             for process in {*decision.joined, *decision.lost}:
@@ -147,7 +147,7 @@ class Node:
         parts, exact, degraded = self._parts, *self._done_ids
         fresh = self._held < 0
         return Facts(
-            nonce=parts.arrival.nonce,
+            life=parts.runtime.life,
             members=tuple(view.members),
             held=self._held,
             in_memory=parts.keeper.newest_step() if fresh else -1,
@@ -155,7 +155,7 @@ class Node:
             exact=None if self._sums is None else tuple(exact.tolist()),
             degraded=() if self._sums is None else tuple(degraded.tolist()),
             evaluated=self._evaluated,
-            waiting=tuple((int(process), nonce) for process, nonce in parts.runtime.lookup("waiting").items()),
+            waiting=tuple((int(process), int(life)) for process, life in parts.runtime.lookup("waiting").items()),
             failed=self._failed,
             leaving=self._stop.received is not None,
             prepared=self._prepared,
