@@ -392,6 +392,11 @@ class ClusterConfig:
             for field in ("process_id", "num_processes"):
                 if getattr(self, field) is None:
                     raise ConfigError(f"cluster.{field}: got none with cluster.coordinator {self.coordinator}; set it")
+        if self.listen_on and self.coordinator in ("", "auto"):
+            raise ConfigError(
+                f"cluster.listen_on: got {self.listen_on} with cluster.coordinator {self.coordinator!r}, which says no "
+                "port; set --cluster.coordinator host:port"
+            )
         if self.process_id is not None and self.num_processes is not None:
             below = f"less than cluster.num_processes ({self.num_processes})"
             check_fits("cluster.process_id", self.process_id, lambda number: number < (self.num_processes or 0), below)

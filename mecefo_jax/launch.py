@@ -16,7 +16,7 @@ import mecefo_jax
 from mecefo_jax import cli
 from mecefo_jax.config import MAX_NODES, Config
 from mecefo_jax.config_values import check_fits, check_range
-from mecefo_jax.errors import ConfigError, RunError
+from mecefo_jax.errors import ConfigError, PreemptedError, RunError
 from mecefo_jax.processes.output import print_line
 from mecefo_jax.processes.patience import DEFAULTS, Limits
 from mecefo_jax.processes.supervisor import Supervisor
@@ -73,10 +73,22 @@ def main(argv: Sequence[str]) -> int:
             print_line(None, f"faults.scenario live instead of {scenario}: nothing is emulated, nodes really fail")
         limits = Limits(max_restarts=options.max_restarts, stall_seconds=options.stall_seconds)
         with Supervisor(commands, limits=limits) as supervisor, _signals_to(supervisor):
-            return supervisor.run()
+            exit_code = supervisor.run()
+        if exit_code in (0, PreemptedError.exit_code):  # the state is on the disk
+            _free_shared_memory(node)
+        return exit_code
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _free_shared_memory(node: Sequence[str]) -> None:
+    """Frees what processes that died for good may have left behind."""
+    from mecefo_jax.processes.keys import run_key
+    from mecefo_jax.processes.memory import remove_all
+
+    _, workdir = cli.parse(node)
+    remove_all(run_key(workdir))
 
 
 def _commands(options: argparse.Namespace, words: Sequence[str]) -> Callable[[str], list[list[str]]]:

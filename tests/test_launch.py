@@ -56,9 +56,8 @@ def test_commands_start_a_coordinator_nodes_and_spares_that_agree_on_the_run(sta
     assert limits.max_restarts == 3
     assert len(commands) == 6
     assert [command[0] for command in commands] == [sys.executable] * 6
-    assert commands[0][1:3] == ["-m", "mecefo_jax.processes.coordinator"]
-    assert [command[1] for command in commands[1:]] == [str(ROOT / "train.py")] * 5
-    configs = [cli.parse(command[3 if process == 0 else 2 :])[0] for process, command in enumerate(commands)]
+    assert [command[1] for command in commands] == [str(ROOT / "train.py")] * 6
+    configs = [cli.parse(command[2:])[0] for command in commands]
     named, _ = cli.parse(["quickstart"])
     for process, config in enumerate(configs):
         assert config.global_batch_size == named.global_batch_size

@@ -54,8 +54,10 @@ class Facts:
 
     life: int
     """The runtime's name for this life of the process."""
-    members: tuple[int, ...] = ()
-    """Members of its view: the processes that this round's barrier waits for."""
+    members: dict[int, int | None] = dataclasses.field(default_factory=dict)
+    """Members of its view, with their lives: the processes that this round's barrier waits for."""
+    epoch: int = 0
+    """Epoch of its view."""
     held: int = -1
     """Step of the state that it holds (updates done); -1: none."""
     in_memory: int = -1
@@ -87,7 +89,8 @@ class Facts:
     def from_json(cls, text: str) -> Self:
         """From ``to_json``."""
         fields: dict[str, Any] = json.loads(text)
-        for name in ("members", "exact", "degraded"):
+        fields["members"] = {int(process): life for process, life in fields["members"].items()}
+        for name in ("exact", "degraded"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
         fields["waiting"] = tuple((process, life) for process, life in fields["waiting"])
         fields["evaluated"] = {number: (loss, tokens) for number, (loss, tokens) in fields["evaluated"].items()}

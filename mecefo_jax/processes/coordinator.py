@@ -36,7 +36,8 @@ def coordinate(config: Config, workdir: pathlib.Path) -> None:
     with locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"):
         runtime = Runtime(config.cluster)
         up.set()
-        threading.Thread(target=_pass_on_deaths, args=(runtime.address,), daemon=True).start()
+        if "MECEFO_PARENT" in os.environ:
+            threading.Thread(target=_pass_on_deaths, args=(runtime.address,), daemon=True).start()
         runtime.start_backend()
         while not runtime.lookup("run"):
             time.sleep(_LOOK_SECONDS)

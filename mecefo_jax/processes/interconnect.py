@@ -132,10 +132,8 @@ class Interconnect:
         Raises:
             RestartInPlaceError: there is no such list left.
         """
-        lanes = {}
-        if len(processes) == 1:
-            order: list[int] = list(processes)
-            lanes[order[0]] = 0
+        if len(processes) == 1 or jax.default_backend() != "cpu":  # NCCL's communicators know lives by themselves
+            order, lanes = sorted(processes), dict.fromkeys(processes, 0)
         else:
             order, lanes = arrangement(epoch, processes, LANES)
         parts = {

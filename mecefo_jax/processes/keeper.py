@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import pathlib
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mecefo_jax.config_file import replace_file
 from mecefo_jax.journal import Log
 from mecefo_jax.processes.interconnect import Packed
+from mecefo_jax.processes.keys import run_key
 from mecefo_jax.processes.memory import StateMemory
 from mecefo_jax.processes.worker import Worker
 from mecefo_jax.progress import Progress
@@ -84,14 +83,3 @@ class StateKeeper:
     def _write(self, step: int, facts: Mapping[str, Any], words: Packed) -> None:
         arrays = [np.asarray(vector) for _, vector in sorted(words.vectors.items())]
         self._memory.write(step, facts, arrays)
-
-
-def run_key(workdir: pathlib.Path) -> str:
-    """What names a run's states in shared memory: not its directory, which may be deleted and made again."""
-    path = workdir / "processes" / "run-id"
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, secrets.token_hex(16).encode())
-        return path.read_text().strip()

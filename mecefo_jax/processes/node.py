@@ -148,7 +148,8 @@ class Node:
         fresh = self._held < 0
         return Facts(
             life=parts.runtime.life,
-            members=tuple(view.members),
+            members={process: member.life for process, member in view.members.items()},
+            epoch=view.epoch,
             held=self._held,
             in_memory=parts.keeper.newest_step() if fresh else -1,
             on_disk=parts.snapshots.newest_step() if fresh else -1,
@@ -474,6 +475,8 @@ class Node:
         if saved and self._me == decision.source:
             with self._slow("saving"):
                 parts.snapshots.save_and_wait(self._held, parts.worker.state, self._progress)
+        if saved:
+            parts.runtime.publish("run/ended", decision.action)
         if decision.action == "too_few":
             raise TooFewLiveNodesError(
                 f"{len(decision.view.members)} of {self._rules.num_nodes} nodes are live at step {decision.step}, "
@@ -511,7 +514,7 @@ def take_part(parts: Parts, stop: StopRequest) -> dict[str, Any]:
         view = first_view(num_nodes)
     else:
         with parts.watchdog.allow(10 * 365 * 86400.0, "waiting to be needed"):
-            found = parts.arrival.wait(config.cluster.first_step_seconds, lambda: stop.received is not None)
+            found = parts.arrival.wait(lambda: stop.received is not None)
         if found is None:
             if stop.received is not None:
                 raise stop.error(0)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mecefo_jax.config import ClusterConfig
-from mecefo_jax.errors import ConfigError
+from mecefo_jax.errors import ConfigError, RestartInPlaceError
 
 LANES = 16
 """CPU devices a node's process has for each one that it needs (see ``interconnect``)."""
@@ -66,12 +66,13 @@ class Runtime:
                 heartbeat_timeout_seconds=cluster.heartbeat_seconds,
                 coordinator_bind_address=_bind_address(cluster, address),
             )
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"cluster.coordinator {cluster.coordinator}: the cluster did not come up within "
-                f"cluster.startup_seconds ({cluster.startup_seconds}): {reason}"
+        except jax.errors.JaxRuntimeError as error:
+            raise RestartInPlaceError(
+                f"the cluster at {cluster.coordinator} did not come up within cluster.startup_seconds "
+                f"({cluster.startup_seconds}): {_one_line(error)}"
             ) from error
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(f"cluster.coordinator {cluster.coordinator}: {_one_line(error)}") from error
         state = _state()
         self._client = state.client
         self.process, self.num_processes = int(state.process_id), int(state.num_processes)
@@ -164,10 +165,14 @@ def _state() -> Any:
     return distributed.global_state
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 def _bind_address(cluster: ClusterConfig, address: str | None) -> str | None:
     """Where the service listens: JAX's own default would be every interface."""
     if address is None:
-        return cluster.listen_on or None
+        return None  # JAX's own: every interface
     host, _, port = address.rpartition(":")
     return f"{cluster.listen_on or host}:{port}"
 

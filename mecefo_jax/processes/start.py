@@ -63,7 +63,7 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
         runtime = Runtime(config.cluster)
         if runtime.process == 0:  # found by JAX: the config did not say
             raise ConfigError("cluster.process_id: process 0 is the coordinator; set --cluster.process_id 0 there")
-        arrival = Arrival(runtime)
+        arrival = Arrival(runtime, config.mesh.num_nodes)
         with _leaving(runtime):
             runtime.start_backend()
             measured["runtime_s"] = lap()
