@@ -25,9 +25,8 @@ def account(outcome: Outcome, num_nodes: int, lost_at: Mapping[int, int]) -> lis
         num_nodes: of the run.
         lost_at: sequences lost in each step, of those that lost any (``audit.check``).
     """
-    repeated = _repeated_rows(outcome.rows)
+    repeated, failures = _repeated_rows(outcome.rows), _failures(outcome)
     entries: list[dict[str, Any]] = []
-    taken: list[dict[str, Any]] = []
     for index, struck in enumerate(outcome.struck):
         later = outcome.struck[index + 1 :]
         until = later[0].at if later else float("inf")
@@ -47,8 +46,7 @@ def account(outcome: Outcome, num_nodes: int, lost_at: Mapping[int, int]) -> lis
         elif struck.strike.target == COORDINATOR:
             entry |= _of_coordinator(struck, outcome, num_nodes)
         else:
-            again = [other.at for other in later if other.strike.target == struck.strike.target]
-            entry |= _of_node(struck, outcome, taken, min(again, default=float("inf")))
+            entry |= _of_node(struck, outcome, failures.get(index))
         entry["steps_lost"] = len({row["step"] for row in repeated if struck.at <= row["seen"] < until})
         entry["samples_lost"] = sum(lost for step, lost in lost_at.items() if struck.step <= step < next_step)
         entries.append(entry)
@@ -135,25 +133,39 @@ def reasons_against(final: Mapping[str, Any], entries: Sequence[Mapping[str, Any
     return reasons
 
 
-def _of_node(struck: Struck, outcome: Outcome, taken: list[dict[str, Any]], before: float) -> dict[str, Any]:
-    """What followed on the strike of a node or spare; ``taken``: failures of earlier strikes, to be added to."""
-    process, since = struck.strike.target, struck.at - _ROUNDING_S
-    recoveries = [event for event in outcome.events if event["kind"] == "recovery" and event["time"] >= since]
-    back = min((event["time"] for event in recoveries if event["process"] == process), default=float("inf"))
-    # Once it is back, or struck again, a failure is another one.
-    failures = [
-        event
-        for event in outcome.events
-        if event["kind"] == "failure"
-        and event["process"] == process
-        and since <= event["noticed"] < before
-        and event["noticed"] < back
-        and event not in taken
-    ]
-    if not failures:
+def _failures(outcome: Outcome) -> dict[int, dict[str, Any]]:
+    """The failure that each strike of a node caused, by the strike's index.
+
+    One that struck a member is served first: who struck a process on its way back may have been told of nowhere.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    strikes = list(enumerate(outcome.struck))
+    for index, struck in sorted(strikes, key=lambda numbered: not numbered[1].was_member):
+        process, since = struck.strike.target, struck.at - _ROUNDING_S
+        events = [event for event in outcome.events if event.get("process") == process]
+        back = [event["time"] for event in events if event["kind"] == "recovery" and event["time"] >= since]
+        again = [
+            other.at
+            for _, other in strikes[index + 1 :]
+            if other.strike.target == process and (other.was_member or not struck.was_member)
+        ]
+        # Once it is back, or struck again, a failure is another one.
+        before = min(back + again, default=float("inf"))
+        candidates = [
+            event
+            for event in events
+            if event["kind"] == "failure" and since <= event["noticed"] < before and event not in found.values()
+        ]
+        if candidates and not struck.passed_over:
+            found[index] = candidates[0]
+    return found
+
+
+def _of_node(struck: Struck, outcome: Outcome, failure: dict[str, Any] | None) -> dict[str, Any]:
+    """What followed on the strike of a node or spare."""
+    if failure is None:
         return _nothing()
-    failure = failures[0]
-    taken.append(failure)
+    recoveries = [event for event in outcome.events if event["kind"] == "recovery"]
     row = next((row for row in outcome.rows if row["seen"] >= struck.at and row["step"] > struck.step), None)
     recovered = failure["time"] if row is None else max(failure["time"], row["seen"])
     joined = next(

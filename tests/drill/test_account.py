@@ -115,6 +115,20 @@ def test_strike_on_a_process_on_its_way_back_claims_no_later_failure():
     assert other["detect_s"] is None, "the failure of another process"
 
 
+def test_death_that_is_noticed_late_belongs_to_the_strike_on_the_member():
+    outcome = Outcome(
+        began=90.0,
+        rows=rows(100.0, 162.0),
+        # The second strike hit a process that had been let in before anybody knew that it was dead again.
+        events=[failure(2, 1, 160.0, 162.0), recovery(4, 1, 163.0), failure(2, 2, 170.0, 171.0)],
+        struck=[struck(2, 101.0, 1), struck(2, 120.0, 1, was_member=False), struck(2, 130.0, 1, was_member=False)],
+    )
+    first, second, third = account(outcome, NODES, {})
+    assert (first["node"], first["detect_s"]) == (1, pytest.approx(59.0))
+    assert second["detect_s"] is None
+    assert (third["node"], third["detect_s"]) == (2, pytest.approx(40.0))
+
+
 def test_two_at_once_share_the_step_and_not_the_events():
     outcome = Outcome(
         began=90.0,
