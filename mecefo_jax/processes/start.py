@@ -61,39 +61,38 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
         inputs = open_inputs(config)
         measured["data_s"] = lap()
         runtime = Runtime(config.cluster)
-        if runtime.process == 0:  # found by JAX: the config did not say
-            raise ConfigError("cluster.process_id: process 0 is the coordinator; set --cluster.process_id 0 there")
-        arrival = Arrival(runtime, config.mesh.num_nodes)
-        with _leaving(runtime):
+    if runtime.process == 0:  # found by JAX: the config did not say
+        raise ConfigError("cluster.process_id: process 0 is the coordinator; set --cluster.process_id 0 there")
+    arrival = Arrival(runtime, config.mesh.num_nodes)
+    with _leaving(runtime):
+        with watchdog.allow(config.cluster.startup_seconds, "waiting for the devices of the others"):
             runtime.start_backend()
-            measured["runtime_s"] = lap()
-            mesh = node_mesh(runtime.devices_of(runtime.process), config.mesh.fsdp, config.mesh.tensor)
-            worker = Worker(config, inputs.vocab_size, mesh)
-            with watchdog.allow(config.cluster.first_step_seconds, "compiling the programs"):
-                worker.compile()
-            measured["programs_s"] = lap()
-            log = SharedLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes)
-            identity = run_identity(config, inputs.vocab_size, inputs.prepared)
-            snapshots = Snapshots(config, identity, workdir, log)
-            keeper = StateKeeper(workdir, runtime.process, worker, identity, log)
-            parts = Parts(
-                config=config,
-                workdir=workdir,
-                inputs=inputs,
-                runtime=runtime,
-                arrival=arrival,
-                interconnect=Interconnect(runtime, config.mesh),
-                worker=worker,
-                snapshots=snapshots,
-                keeper=keeper,
-                log=log,
-                audit=Audit(workdir / "audit" if config.cluster.audit else None, runtime.process, inputs.sampler),
-                watchdog=watchdog,
-                measured={name: round(seconds, 3) for name, seconds in measured.items()},
-            )
-            with contextlib.closing(log), contextlib.closing(snapshots):
-                take_part(parts, stop)
-                keeper.remove()
+        measured["runtime_s"] = lap()
+        mesh = node_mesh(runtime.devices_of(runtime.process), config.mesh.fsdp, config.mesh.tensor)
+        worker = Worker(config, inputs.vocab_size, mesh)
+        with watchdog.allow(config.cluster.first_step_seconds, "compiling the programs"):
+            worker.compile()
+        measured["programs_s"] = lap()
+        log = SharedLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes)
+        identity = run_identity(config, inputs.vocab_size, inputs.prepared)
+        parts = Parts(
+            config=config,
+            workdir=workdir,
+            inputs=inputs,
+            runtime=runtime,
+            arrival=arrival,
+            interconnect=Interconnect(runtime, config.mesh),
+            worker=worker,
+            snapshots=Snapshots(config, identity, workdir, log),
+            keeper=StateKeeper(workdir, runtime.process, worker, identity, log),
+            log=log,
+            audit=Audit(workdir / "audit" if config.cluster.audit else None, runtime.process, inputs.sampler),
+            watchdog=watchdog,
+            measured={name: round(seconds, 3) for name, seconds in measured.items()},
+        )
+        with contextlib.closing(log), contextlib.closing(parts.snapshots):
+            take_part(parts, stop)
+            parts.keeper.remove()
 
 
 @contextlib.contextmanager
