@@ -17,6 +17,7 @@ import jax
 from mecefo_jax.config import Config
 from mecefo_jax.locking import locked
 from mecefo_jax.processes.runtime import Runtime, report_death
+from mecefo_jax.processes.watchdog import Watchdog
 from mecefo_jax.trainer import refuse_to_share
 
 _LOOK_SECONDS = 0.5
@@ -24,26 +25,30 @@ _MISSING_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 
 
-def coordinate(config: Config, workdir: pathlib.Path) -> None:
+def coordinate(config: Config, workdir: pathlib.Path, watchdog: Watchdog) -> None:
     """Serve until the run has ended.
 
     Raises:
-        ConfigError: another run uses the directory, or the processes did not come up.
+        ConfigError: another run uses the directory.
+        RestartInPlaceError: the processes did not come up.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the nodes are asked to stop, too, and need the service for it
     up = threading.Event()
     threading.Thread(target=_name_missing, args=(config, workdir, up), daemon=True).start()
     with locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"):
-        runtime = Runtime(config.cluster)
+        with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for all processes"):
+            runtime = Runtime(config.cluster)
         up.set()
         if "MECEFO_PARENT" in os.environ:
             threading.Thread(target=_pass_on_deaths, args=(runtime.address,), daemon=True).start()
-        runtime.start_backend()
+        with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for the devices of all processes"):
+            runtime.start_backend()
         while not runtime.lookup("run"):
+            watchdog.progress()
             time.sleep(_LOOK_SECONDS)
-        if "MECEFO_PARENT" in os.environ:
-            while True:  # the launcher sees the last node go, and then ends this process
-                time.sleep(_LOOK_SECONDS)
+        while "MECEFO_PARENT" in os.environ:  # the launcher sees the last node go, and then ends this process
+            watchdog.progress()
+            time.sleep(_LOOK_SECONDS)
         time.sleep(_GRACE_SECONDS)
 
 

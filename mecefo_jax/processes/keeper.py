@@ -42,9 +42,9 @@ class StateKeeper:
             words: the state's bits.
             progress: the account up to that step.
         """
+        self.wait()
         if self._gave_up:
             return
-        self.wait()
         facts = {"progress": dataclasses.asdict(progress), "identity": self._identity}
         self._pending = self._writer.submit(self._write, step, facts, words)
 

@@ -39,9 +39,6 @@ def start(config: Config, workdir: pathlib.Path) -> None:
         die_with_parent()
     if number is not None:
         arrive(config, workdir, number)
-    if number == 0:
-        coordinate(config, workdir)
-        return
     watchdog = Watchdog(
         progress_seconds=config.cluster.progress_seconds,
         stacks_to=workdir / "processes" / f"stacks-{number}.txt",
@@ -50,8 +47,12 @@ def start(config: Config, workdir: pathlib.Path) -> None:
         name=f"process {number}",
     )
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with watchdog, stop_requests() as stop:
-        _be_a_node(config, workdir, watchdog, stop)
+    with watchdog:
+        if number == 0:
+            coordinate(config, workdir, watchdog)
+        else:
+            with stop_requests() as stop:
+                _be_a_node(config, workdir, watchdog, stop)
 
 
 def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: StopRequest) -> None:
