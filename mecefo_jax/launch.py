@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
     """
     tolerate_encoding()
     try:
-        options, words = _scan(argv)
+        options, words = scan(argv)
         arguments = cli.scan(words)
         if arguments.show_help:
             return cli.main(words)
-        commands = _commands(options, words)
+        commands = commands_of(options, words)
         # A mistake is found here, once, and not by each process; nothing is started with this address.
         node = commands("127.0.0.1:1")[1][2:]
         if arguments.print_config:
@@ -91,7 +91,7 @@ def _free_shared_memory(node: Sequence[str]) -> None:
     remove_all(run_key(workdir))
 
 
-def _commands(options: argparse.Namespace, words: Sequence[str]) -> Callable[[str], list[list[str]]]:
+def commands_of(options: argparse.Namespace, words: Sequence[str]) -> Callable[[str], list[list[str]]]:
     """The commands of all processes, the coordinator's first, for the address that they shall meet at."""
     processes = range(1 + options.nodes + options.spares)
     words = [*words, *_settings(options.nodes, words)]
@@ -100,7 +100,7 @@ def _commands(options: argparse.Namespace, words: Sequence[str]) -> Callable[[st
     ]
 
 
-def _scan(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def scan(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and the words after ``--``."""
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)

@@ -48,7 +48,7 @@ from mecefo_jax.drill.schedule import RandomKills, Strike, parse_schedule
 from mecefo_jax.errors import ConfigError, RunError
 from mecefo_jax.inputs import open_inputs
 from mecefo_jax.processes.audit import check
-from mecefo_jax.processes.keeper import run_key
+from mecefo_jax.processes.keys import run_key
 from mecefo_jax.processes.memory import remove_all
 from mecefo_jax.terminal import integer, number
 
@@ -87,8 +87,8 @@ class Drill:
         """Commands of the processes of one of its runs, as the launcher makes them."""
         words = [self.name, *(f"--{key}={value}" for key, value in self.settings.items())]
         words += ["--workdir", str(self.folder / run)]
-        options, words = launch._scan(["--nodes", str(self.nodes), "--spares", str(self.spares), "--", *words])
-        return launch._commands(options, words)
+        options, words = launch.scan(["--nodes", str(self.nodes), "--spares", str(self.spares), "--", *words])
+        return launch.commands_of(options, words)
 
     def config(self, run: str) -> Config:
         """The config of a node in one of its runs."""

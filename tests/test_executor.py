@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mecefo_jax.batches import in_parts
 from mecefo_jax.config import BasisConfig, MeshConfig
 from mecefo_jax.data import evaluation_microbatches
-from mecefo_jax.batches import in_parts
 from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import Work
 from mecefo_jax.model import loss_sum

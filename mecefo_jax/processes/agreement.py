@@ -183,7 +183,7 @@ def decide(view: View, live: Mapping[int, int], facts: Mapping[int, Facts], rule
     said = {process: facts[process] for process in staying}
     step = max(fact.held for fact in said.values())
     over = step >= rules.last_step or all(fact.leaving for fact in said.values())
-    joined = {} if over else _admitted(staying, said, rules.num_nodes)
+    joined = {} if over else _admitted(staying, said, lost, rules.num_nodes)
     failed = any(fact.failed for fact in said.values())
     members = staying | joined
     changed = bool(lost or left or joined or failed)
@@ -213,10 +213,14 @@ def _is_same_life(member: Member, fact: Facts, life: int) -> bool:
     return fact.life == life and member.life in (None, life)
 
 
-def _admitted(staying: Mapping[int, Member], said: Mapping[int, Facts], num_nodes: int) -> dict[int, Member]:
-    """Waiting processes for the vacant nodes, as the first of the members has seen them."""
+def _admitted(
+    staying: Mapping[int, Member], said: Mapping[int, Facts], lost: Mapping[int, Member], num_nodes: int
+) -> dict[int, Member]:
+    """Waiting processes for the vacant nodes, as the first of the members has seen them, if they live."""
     vacant = sorted(set(range(num_nodes)) - {member.node for member in staying.values()})
-    waiting = sorted((process, life) for process, life in said[min(said)].waiting if process not in staying)
+    dead = {(process, member.life) for process, member in lost.items()}
+    seen = set(said[min(said)].waiting) - dead
+    waiting = sorted((process, life) for process, life in seen if process not in staying)
     return {process: Member(node=node, life=life) for node, (process, life) in zip(vacant, waiting, strict=False)}
 
 

@@ -57,6 +57,7 @@ class Arrival:
             view = self._inherited if text is None else View.from_json(text)
             if view is not None and runtime.process in view.members:
                 self._admitted.set()
+                runtime.forget(f"waiting/{runtime.process}")
                 return view
             if runtime.lookup("run"):
                 return None

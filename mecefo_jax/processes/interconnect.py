@@ -15,11 +15,13 @@ again.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -118,8 +120,9 @@ class Clique:
 class Interconnect:
     """The reductions of one process with others."""
 
-    def __init__(self, runtime: Runtime, mesh: MeshConfig) -> None:
-        """For nodes of the given shape."""
+    def __init__(self, runtime: Runtime, mesh: MeshConfig, patience: float) -> None:
+        """For nodes of the given shape; ``patience``: seconds that the set-up of a communicator may take."""
+        self._patience, self._connected = patience, set[Mesh]()
         self._runtime, self._shape = runtime, (mesh.fsdp, mesh.tensor)
         self._home = node_mesh(runtime.devices_of(runtime.process), *self._shape)
         self._reductions: dict[Any, Any] = {}
@@ -176,9 +179,27 @@ class Interconnect:
         clique = self.clique(epoch, processes)
         reduction = self._reduction(clique, packed)
         there = jax.device_put(packed, NamedSharding(clique.own, _PACKED))
-        (back,) = views(reduction(stack([there], clique.mesh)), [clique.own])
-        result = jax.device_put(back, NamedSharding(self._home, _PACKED))
-        return jax.block_until_ready(result)
+        with self._connecting(clique):
+            (back,) = views(reduction(stack([there], clique.mesh)), [clique.own])
+            result = jax.device_put(back, NamedSharding(self._home, _PACKED))
+            return jax.block_until_ready(result)
+
+    @contextlib.contextmanager
+    def _connecting(self, clique: Clique) -> Iterator[None]:
+        """For the first use of a clique, in which its processes find each other, or not."""
+        if clique.mesh in self._connected or jax.default_backend() != "cpu":
+            yield
+            return
+        size = self._shape[0] * self._shape[1]
+        columns = clique.mesh.devices.reshape(-1, size).T.tolist()
+        timer = threading.Timer(self._patience, lambda: [self._runtime.give_up_connecting(c) for c in columns])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+            self._connected.add(clique.mesh)
+        finally:
+            timer.cancel()
 
     def _reduction(self, clique: Clique, like: Packed) -> Any:
         shapes = tuple((dtype, vector.shape[1]) for dtype, vector in sorted(like.vectors.items()))

@@ -92,6 +92,7 @@ class Node:
         self._evaluated: dict[str, tuple[float, int]] = {}
         self._prepared, self._expected, self._failed, self._finished = -1, -1, False, False
         self._failures_in_row = 0
+        self._dead: set[tuple[int, int | None]] = set()
         self._evaluation_began = 0.0
         self._nodes: tuple[int, ...] | None = None
         self._compiled_at_first_step: int | None = None
@@ -137,10 +138,8 @@ class Node:
         decision = decide(view, live, said, self._rules)
         for process, member in decision.joined.items():
             runtime.publish(f"admit/{process}/{member.life}", decision.view.to_json())
-        if self._me == min(decision.view.members) and view.round >= 2:
+        if self._me == min(said.keys() & decision.view.members.keys()) and view.round >= 2:
             runtime.forget(f"facts/{view.round - 2}")
-            for process in {*decision.joined, *decision.lost}:
-                runtime.forget(f"waiting/{process}")
         return decision, said
 
     def _facts(self, view: View) -> Facts:
@@ -156,17 +155,26 @@ class Node:
             exact=None if self._sums is None else tuple(exact.tolist()),
             degraded=() if self._sums is None else tuple(degraded.tolist()),
             evaluated=self._evaluated,
-            waiting=tuple((int(process), int(life)) for process, life in parts.runtime.lookup("waiting").items()),
+            waiting=self._waiting(),
             failed=self._failed,
             leaving=self._stop.received is not None,
             prepared=self._prepared,
             finished=self._finished,
         )
 
+    def _waiting(self) -> tuple[tuple[int, int], ...]:
+        """Processes that are ready to take part, apart from those that have died since they said so."""
+        runtime = self._parts.runtime
+        waiting = {(int(process), int(life)) for process, life in runtime.lookup("waiting").items()}
+        if waiting:
+            waiting &= {(int(process), int(life)) for process, life in runtime.lookup("life").items()}
+        return tuple(sorted(waiting - self._dead))
+
     def _take_note(self, decision: Decision, said: Mapping[int, Facts]) -> None:
         """Keep the accounts that depend on what was decided."""
         parts = self._parts
         parts.watchdog.progress()
+        self._dead |= {(process, member.life) for process, member in decision.lost.items()}
         self._failures_in_row = self._failures_in_row + 1 if decision.failed else 0
         if self._failures_in_row > _FAILURES_IN_ROW:
             raise RestartInPlaceError(f"{_FAILURES_IN_ROW} rounds in a row failed")
@@ -266,7 +274,9 @@ class Node:
         if decision.reduces and self._me in decision.holders:
             assert self._sums is not None
             total = self._total(self._sums, decision, decision.holders, "reduction")
-            if total is None:
+            if total is None:  # those that wait for the state need not
+                if self._me == decision.source and decision.newcomers:
+                    parts.runtime.publish(_handover_key(decision), "")
                 return
             self._commit(decision, said, total, began)
         if decision.newcomers and self._me in (decision.source, *decision.newcomers):
@@ -328,15 +338,15 @@ class Node:
     def _hand_over(self, decision: Decision) -> None:
         """Move the state from one that holds it to all that do not."""
         parts, group = self._parts, (decision.source, *decision.newcomers)
-        key, began = f"handover/{decision.view.round}", time.monotonic()
+        began = time.monotonic()
         if self._me == decision.source:
             told: dict[str, Any] = {"step": self._held, "progress": dataclasses.asdict(self._progress)}
             told["took_part"] = self._took_part
             words = parts.worker.words()
-            parts.runtime.publish(key, json.dumps(told))
+            parts.runtime.publish(_handover_key(decision), json.dumps(told))
         else:
-            text = parts.runtime.wait_for(key, parts.config.cluster.progress_seconds)
-            if text is None:
+            text = self._wait_for_handover(decision)
+            if not text:
                 self._failed = True
                 return
             told, words = json.loads(text), parts.worker.no_words()
@@ -351,6 +361,22 @@ class Node:
             self._took_part = None if told["took_part"] is None else tuple(told["took_part"])
             measured = parts.measured | {"transfer_s": round(seconds, 3), "bytes": parts.worker.state_bytes}
             parts.runtime.publish(f"measured/{self._me}", json.dumps(measured))
+
+    def _wait_for_handover(self, decision: Decision) -> str | None:
+        """What the source says once it is about to send; None if it has died or all others have got on without it."""
+        runtime, cluster = self._parts.runtime, self._parts.config.cluster
+        others = set(decision.view.members) - {decision.source, *decision.newcomers}
+        deadline = time.monotonic() + cluster.progress_seconds
+        while time.monotonic() < deadline:
+            text = runtime.wait_for(_handover_key(decision), 0.25)
+            if text is not None:
+                return text
+            ended = {int(process) for process in runtime.lookup(f"facts/{decision.view.round}")}
+            if decision.source in ended:
+                return None
+            if others and others <= ended:
+                deadline = min(deadline, time.monotonic() + cluster.collective_seconds)
+        return None
 
     def _tell_returned(self, decision: Decision) -> None:
         """Tell of the processes that take part in this step and did not in the one before."""
@@ -497,6 +523,10 @@ class Node:
         """For what may take longer than a step."""
         with self._parts.watchdog.allow(self._parts.config.cluster.first_step_seconds, what):
             yield
+
+
+def _handover_key(decision: Decision) -> str:
+    return f"handover/{decision.view.round}"
 
 
 def take_part(parts: Parts, stop: StopRequest) -> dict[str, Any]:

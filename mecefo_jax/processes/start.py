@@ -82,7 +82,7 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
             inputs=inputs,
             runtime=runtime,
             arrival=arrival,
-            interconnect=Interconnect(runtime, config.mesh),
+            interconnect=Interconnect(runtime, config.mesh, config.cluster.collective_seconds),
             worker=worker,
             snapshots=Snapshots(config, identity, workdir, log),
             keeper=StateKeeper(workdir, runtime.process, worker, identity, log),

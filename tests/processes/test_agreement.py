@@ -82,6 +82,13 @@ def test_waiting_processes_get_the_vacant_nodes_once_each():
     assert round_of({p: facts(held=STEPS, waiting=((5, 50),)) for p in (1, 2)}).joined == {}
 
 
+def test_a_life_that_is_over_is_not_admitted_again():
+    view = round_of(healthy()).view
+    said = healthy(waiting=((3, 7), (5, 50)))
+    del said[3]
+    assert round_of(said, view).joined == {5: Member(node=2, life=50)}
+
+
 def test_the_newest_memory_is_loaded_unless_the_disk_is_newer():
     fresh = {p: facts(held=-1, exact=None, in_memory=m, on_disk=3) for p, m in ((1, 6), (2, 7), (3, 7), (4, -1))}
     decision = round_of(fresh)
