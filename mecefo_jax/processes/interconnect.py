@@ -192,7 +192,7 @@ class Interconnect:
             return
         size = self._shape[0] * self._shape[1]
         columns = clique.mesh.devices.reshape(-1, size).T.tolist()
-        timer = threading.Timer(self._patience, lambda: [self._runtime.give_up_connecting(c) for c in columns])
+        timer = threading.Timer(self._patience, self._runtime.give_up_connecting, args=(columns,))
         timer.daemon = True
         timer.start()
         try:

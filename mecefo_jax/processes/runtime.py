@@ -118,17 +118,18 @@ class Runtime:
         """Delete a key and all below it."""
         self._client.key_value_delete(key)
 
-    def give_up_connecting(self, devices: Sequence[jax.Device]) -> None:
-        """Let gloo's set-up of a communicator fail where it waits for a device whose process is gone.
+    def give_up_connecting(self, cliques: Sequence[Sequence[jax.Device]]) -> None:
+        """Let gloo's set-up of communicators fail where it waits for a device whose process is gone.
 
-        By itself it waits 30 s for the address of each, whatever the time-out of collectives. What it is given here for
-        those that are missing is no address, and it says so. Its keys are an implementation detail (seen in jaxlib 0.10.2
-        and 0.12); where they are others, this does nothing.
+        By itself it waits 30 s for the address of each, whatever the time-out of collectives. What it is given here
+        for those that are missing is no address, and it says so. Its keys are an implementation detail (seen in jaxlib
+        0.10.2 and 0.12); where they are others, this does nothing.
         """
-        name = ",".join(str(device.id) for device in devices)
-        for rank in range(len(devices)):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
-                self._client.key_value_set_bytes(f"cpu:gloo/{name}/{rank}", b"\xff" * 64)
+        for devices in cliques:
+            name = ",".join(str(device.id) for device in devices)
+            for rank in range(len(devices)):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
+                    self._client.key_value_set_bytes(f"cpu:gloo/{name}/{rank}", b"\xff" * 64)
 
     def devices_of(self, process: int) -> list[jax.Device]:
         """The devices of a process, in order."""
