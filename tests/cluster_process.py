@@ -37,7 +37,7 @@ def main() -> int:
             while (folder / f"asleep-{process}").exists():
                 time.sleep(0.1)
             if (folder / "slow").exists():
-                time.sleep(0.03)
+                time.sleep(0.08)
             return microbatch(self, step, microbatch_id)
 
         def compile_late(self):

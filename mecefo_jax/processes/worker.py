@@ -65,10 +65,13 @@ class Worker:
         self._from_words = program(from_packed)
 
     def compile(self) -> None:
-        """Compile what a step needs, before there is a state."""
-        state = Flat.of(self.abstract_state)
+        """Compile what steps and handovers need, before there is a state: nobody shall wait for it later."""
+        state, sums, words = Flat.of(self.abstract_state), Flat.of(self.like_sums), Flat.of(self.like_words)
         self._gradients.compile(0, state, Flat.of(self._placer.abstract))
-        self._update.compile(0, state, Flat.of(self.like_sums))
+        self._update.compile(0, state, sums)
+        self._add.compile(0, sums, sums)
+        self._to_words.compile(0, state)
+        self._from_words.compile(0, words)
 
     @property
     def model_compilations(self) -> int:
