@@ -17,7 +17,8 @@ from mecefo_jax.processes.coordinator import arrive, coordinate
 from mecefo_jax.processes.interconnect import Interconnect
 from mecefo_jax.processes.keeper import StateKeeper
 from mecefo_jax.processes.log import SharedLog
-from mecefo_jax.processes.node import Parts, take_part
+from mecefo_jax.processes.node import take_part
+from mecefo_jax.processes.parts import Parts
 from mecefo_jax.processes.runtime import Runtime, node_mesh
 from mecefo_jax.processes.watchdog import Watchdog, die_with_parent
 from mecefo_jax.processes.worker import Worker
