@@ -59,3 +59,14 @@ class RestartInPlaceError(RunError):
     """All processes of a cluster must start again and go on from the state in shared memory."""
 
     exit_code = 76
+
+
+def raise_for_end(exit_code: int) -> None:
+    """Raise how a run ended that others have ended, unless it was finished.
+
+    Raises:
+        RunError: with that exit code.
+    """
+    for kind in (TooFewLiveNodesError, NonFiniteError, InterruptedRunError, PreemptedError):
+        if kind.exit_code == exit_code:
+            raise kind("the run has ended")

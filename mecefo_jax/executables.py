@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from mecefo_jax.config_file import replace_file
+from mecefo_jax.errors import ConfigError
 from mecefo_jax.locking import locked
 
 _CANNOT = (
@@ -37,6 +38,7 @@ _CANNOT = (
     pickle.UnpicklingError,
     jax.errors.JaxRuntimeError,
 )
+_SETTING = "--cluster.compile_cache"
 # What an executable is made of; a file that asks for anything else is none.
 _TRUSTED = ("jax", "jaxlib", "numpy", "collections", "ml_dtypes")
 _TRUSTED_BUILTINS = {"frozenset", "set", "slice", "tuple", "list", "dict", "getattr", "bytearray", "complex"}
@@ -61,7 +63,12 @@ class ExecutableStore:
     def __init__(self, directory: pathlib.Path) -> None:
         """Keep them in ``directory``, made if needed."""
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"{_SETTING} {directory}: cannot be made ({error.strerror}); set another directory"
+            ) from error
 
     def load_or_compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, bool]:
         """The executable of a lowered program on ``mesh``, and whether it had to be compiled.
@@ -70,7 +77,7 @@ class ExecutableStore:
         """
         key = _key(lowered, mesh)
         path = self._directory / f"{key}.executable"
-        with locked(self._directory / key):
+        with locked(self._directory / key, setting=_SETTING):
             found = self._read(path, lowered, mesh)
             if found is not None:
                 return found, False

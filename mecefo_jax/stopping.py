@@ -14,11 +14,12 @@ class StopRequest:
 
     received: signal.Signals | None = None
 
-    def error(self, step: int) -> RunError:
-        """How the run ends, its state being saved after ``step``."""
-        assert self.received is not None
+    def error(self, step: int | None) -> RunError:
+        """How the run ends, or this process's part in it, after ``step``; None: it had none yet."""
+        name = "request" if self.received is None else self.received.name
         kind = InterruptedRunError if self.received == signal.SIGINT else PreemptedError
-        return kind(f"stopped by {self.received.name} after step {step}; the same command resumes there")
+        after = "" if step is None else f" after step {step}"
+        return kind(f"stopped by {name}{after}; the same command resumes there")
 
 
 @contextlib.contextmanager

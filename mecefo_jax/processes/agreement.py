@@ -33,7 +33,7 @@ class View:
 
     round: int
     epoch: int
-    """Counts changes of membership and failed bodies: communicators belong to one epoch."""
+    """Grows with changes of membership and failed bodies: communicators belong to one epoch."""
     members: dict[int, Member]
 
     def to_json(self) -> str:
@@ -61,7 +61,7 @@ class Facts:
     held: int = -1
     """Step of the state that it holds (updates done); -1: none."""
     in_memory: int = -1
-    """Step of the newest state that its shared memory keeps; -1: none."""
+    """Step of the newest state in the shared memory of its machine; -1: none."""
     on_disk: int = -1
     """Step of the newest checkpoint that it sees; -1: none."""
     exact: tuple[int, ...] | None = None
@@ -177,8 +177,9 @@ def decide(view: View, live: Mapping[int, int], facts: Mapping[int, Facts], rule
     lost = {process: member for process, member in view.members.items() if process not in alive}
     assert alive, "whoever decides is alive"
     left = {process: member for process, member in alive.items() if facts[process].leaving}
-    if len(left) == len(alive):  # nobody stays: they save and go together
-        left = {}
+    newest = max(facts[process].held for process in alive)
+    if all(facts[process].held < newest for process in alive if process not in left):
+        left = {}  # nobody stays that holds the state: all save and go together, or somebody receives it first
     staying = {process: member for process, member in alive.items() if process not in left}
     said = {process: facts[process] for process in staying}
     step = max(fact.held for fact in said.values())
@@ -225,12 +226,12 @@ def _admitted(
 
 
 def _load(said: Mapping[int, Facts], common: dict[str, Any]) -> Decision:
-    """Nobody holds a state: those load it whose memory is newest, or the first one from the disk, or afresh."""
+    """Nobody holds a state: the first one that sees the newest loads it, from memory or disk, or makes a new one."""
     in_memory = max(fact.in_memory for fact in said.values())
     on_disk = max(fact.on_disk for fact in said.values())
     if in_memory >= 0 and in_memory >= on_disk:
-        loaders = tuple(sorted(process for process, fact in said.items() if fact.in_memory == in_memory))
-        return Decision(action="load", loads="memory", step=in_memory, holders=loaders, **common)
+        loader = min(process for process, fact in said.items() if fact.in_memory == in_memory)
+        return Decision(action="load", loads="memory", step=in_memory, holders=(loader,), **common)
     return Decision(action="load", loads="disk", step=on_disk, holders=(min(said),), **common)
 
 

@@ -10,8 +10,10 @@ the members from then on; they load what is in memory or on disk.
 
 import contextlib
 import functools
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import jax
@@ -39,7 +41,7 @@ class Arrival:
         self._watched: set[tuple[int, int | None]] = set()
         self._dead: set[tuple[int, int | None]] = set()
         if self.cluster_runs or runtime.process > num_nodes:
-            self._in_background(self._look_on)
+            threading.Thread(target=self._look_on_or_end, name="arrival", daemon=True).start()
 
     def wait(self, is_stopped: Callable[[], bool]) -> View | None:
         """Wait to take part.
@@ -60,7 +62,8 @@ class Arrival:
                 runtime.forget(f"waiting/{runtime.process}")
                 return view
             if runtime.lookup("run"):
-                return None
+                break
+        self._admitted.set()
         return None
 
     def _in_background(self, target: Callable[[], object]) -> None:
@@ -69,6 +72,15 @@ class Arrival:
                 target()
 
         threading.Thread(target=guarded, daemon=True).start()
+
+    def _look_on_or_end(self) -> None:
+        """A process that no longer answers would hold up all others: it rather ends."""
+        try:
+            self._look_on()
+        except Exception:
+            if not self._admitted.is_set():
+                traceback.print_exc()
+                os._exit(1)
 
     def _look_on(self) -> None:
         """Answer barriers that wait for a former life of this process; notice when nobody lives to admit it."""
@@ -92,12 +104,13 @@ class Arrival:
 
     def _are_dead(self, members: dict[int, int | None]) -> bool:
         """Whether none of the members lives; found out in the background, so True may come late."""
-        present = self._runtime.lookup("life")
+        present, waiting = self._runtime.lookup("life"), self._runtime.lookup("waiting")
         for process, life in members.items():
-            was = (process, life)
-            if life is not None and present.get(str(process)) != str(life):
-                self._dead.add(was)  # another life has taken its place
-            elif was not in self._watched and process != self._runtime.process:
+            was, now = (process, life), present.get(str(process), "")
+            another = now != str(life) if life is not None else now == waiting.get(str(process))
+            if process == self._runtime.process or another:
+                self._dead.add(was)
+            elif was not in self._watched:
                 self._watched.add(was)
                 self._in_background(functools.partial(self._outlive, was))
         return all((process, life) in self._dead for process, life in members.items())

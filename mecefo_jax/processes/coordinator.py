@@ -15,7 +15,9 @@ import time
 import jax
 
 from mecefo_jax.config import Config
+from mecefo_jax.errors import raise_for_end
 from mecefo_jax.locking import locked
+from mecefo_jax.processes.keys import run_key
 from mecefo_jax.processes.runtime import Runtime, report_death
 from mecefo_jax.processes.watchdog import Watchdog
 from mecefo_jax.trainer import refuse_to_share
@@ -31,16 +33,18 @@ def coordinate(config: Config, workdir: pathlib.Path, watchdog: Watchdog) -> Non
     Raises:
         ConfigError: another run uses the directory.
         RestartInPlaceError: the processes did not come up.
+        RunError: how the run has ended, if it was not finished.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the nodes are asked to stop, too, and need the service for it
     up = threading.Event()
     threading.Thread(target=_name_missing, args=(config, workdir, up), daemon=True).start()
     with locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"):
+        run_key(workdir)  # before any two nodes make one
+        if "MECEFO_PARENT" in os.environ:
+            threading.Thread(target=_pass_on_deaths, args=(config.cluster.coordinator, up), daemon=True).start()
         with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for all processes"):
             runtime = Runtime(config.cluster)
         up.set()
-        if "MECEFO_PARENT" in os.environ:
-            threading.Thread(target=_pass_on_deaths, args=(runtime.address,), daemon=True).start()
         with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for the devices of all processes"):
             runtime.start_backend()
         while not runtime.lookup("run"):
@@ -50,6 +54,7 @@ def coordinate(config: Config, workdir: pathlib.Path, watchdog: Watchdog) -> Non
             watchdog.progress()
             time.sleep(_LOOK_SECONDS)
         time.sleep(_GRACE_SECONDS)
+        raise_for_end(int(runtime.lookup("run")["ended"]))
 
 
 def arrive(config: Config, workdir: pathlib.Path, process: int) -> None:
@@ -76,10 +81,11 @@ def _sign(workdir: pathlib.Path, process: int) -> pathlib.Path:
     return workdir / "processes" / f"{process}.started"
 
 
-def _pass_on_deaths(address: str) -> None:
+def _pass_on_deaths(address: str, up: threading.Event) -> None:
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
-        if word == "dead" and number.isdecimal():
+        # Who died before all had come up has a successor among those that did.
+        if word == "dead" and number.isdecimal() and up.is_set():
             try:
                 report_death(address, int(number))
             except jax.errors.JaxRuntimeError as error:  # its heartbeats will tell

@@ -17,7 +17,7 @@ import numpy as np
 
 from mecefo_jax.config_file import save_config
 from mecefo_jax.errors import DataError
-from mecefo_jax.faults.live import LiveFailures
+from mecefo_jax.faults.live import LiveFailures, live_nodes
 from mecefo_jax.journal import Journal, scores
 from mecefo_jax.membership import run_degraded_cost
 from mecefo_jax.mesh import Work
@@ -47,8 +47,8 @@ class Holding:
         self.exact: tuple[int, ...] = ()
         self.degraded: tuple[int, ...] = ()
         self.evaluated: dict[str, tuple[float, int]] = {}
-        self._computing_s = self._evaluation_began = 0.0
-        self._nodes: tuple[int, ...] | None = None
+        self._computing_s = self._evaluating_s = 0.0
+        self._was_finished = False
         self._compiled_at_first_step: int | None = None
         self._took_part: tuple[int, ...] | None = None
         self._scores: dict[str, float] = {}
@@ -65,28 +65,25 @@ class Holding:
     def _stand_at(self, step: int) -> None:
         """Begin with a step, of which nothing is computed."""
         self.step, self.sums, self.exact, self.degraded = step, None, (), ()
-        self.evaluated, self._scores_logged = {}, False
+        self.evaluated, self._scores_logged, self._evaluating_s = {}, False, 0.0
 
     # Where the state comes from
 
-    def load(self, decision: Decision, *, speaks: bool) -> None:
+    def load(self, decision: Decision) -> None:
         """Take up the state where it was left: from shared memory, from a checkpoint, or afresh.
 
-        Args:
-            decision: says where from; a state in memory that is not whole is left alone.
-            speaks: whether this process writes the log for all.
+        A state in memory that is not whole is left alone: the next round decides without it.
         """
         parts = self._parts
         with parts.slow("reading the state"):
             if decision.loads == "memory":
                 found = parts.keeper.read(decision.step)
-                if found is None:  # the next round decides without it
+                if found is None:
                     return
                 words, progress, identity = found
                 parts.snapshots.check(identity, decision.step)
                 parts.worker.take_words(words)
-                if speaks:
-                    parts.log.event("resumed", decision.step, source="memory")
+                parts.log.event("resumed", decision.step, source="memory")
             else:
                 restored = parts.snapshots.restore(parts.worker.abstract_state)
                 parts.worker.state, progress = restored or (
@@ -95,9 +92,10 @@ class Holding:
                 )
         self._adopt(progress)
         self._stand_at(int(parts.worker.state.step))
-        if self.step >= parts.config.train.steps:
+        self._was_finished = self.step >= parts.config.train.steps
+        if self._was_finished:  # a finished run stays what it was
             parts.log.event("already_finished", self.step, steps=parts.config.train.steps)
-        elif speaks:
+        else:
             save_config(parts.config, parts.workdir / "config.json")
             if parts.config.eval.every and not len(parts.inputs.held_out):
                 parts.log.event("not_evaluated", self.step, reason="no held-out text")
@@ -121,7 +119,7 @@ class Holding:
         """The policy's plan of the step for these live nodes."""
         config = self._parts.config
         return make_plan(
-            self._source.found(self.step, nodes),
+            live_nodes(config.mesh.num_nodes, nodes),
             config.faults.policy,
             microbatches_per_node=config.train.microbatches_per_node,
             degraded_cost=self._degraded_cost,
@@ -131,9 +129,9 @@ class Holding:
     def compute_own(self, node: int, nodes: Collection[int]) -> None:
         """Compute the sums of the step, as the plan for ``nodes`` shares it out to ``node``."""
         plan, self.sums, self.exact, self.degraded = self.plan(nodes), None, (), ()
-        before, self._nodes = self._nodes, tuple(nodes)
-        if before is not None and before != self._nodes:
-            self.timeline.takeover(self.step, plan, self._degraded_cost, self._nodes)
+        self._source.found(self.step, nodes)
+        if self.step and (self._source.live(self.step) != self._source.live(self.step - 1)).any():
+            self.timeline.takeover(self.step, plan, self._degraded_cost, nodes)
         self._computing_s = 0.0
         self._compute(Work(*plan.microbatches_of(node)), plan)
 
@@ -154,18 +152,26 @@ class Holding:
         parts.audit.computed(self.step, exact + degraded)
         degraded_ML = plan.degraded_layers(parts.config.model.num_layers)
         with parts.slow("the first step") if self._compiled_at_first_step is None else contextlib.nullcontext():
-            self.sums = parts.worker.sums(self.step, work, degraded_ML, parts.inputs.sampler.microbatch, onto=self.sums)
+            self.sums = parts.worker.sums(
+                self.step,
+                work,
+                degraded_ML,
+                parts.inputs.sampler.microbatch,
+                onto=self.sums,
+                on_part=parts.watchdog.progress,
+            )
         self.exact, self.degraded = self.exact + exact, self.degraded + degraded
         self._computing_s += time.monotonic() - began
-        parts.watchdog.progress()
 
     def evaluate(self, numbers: Collection[int]) -> None:
         """Evaluate some of the held-out microbatches."""
         if not len(numbers):
             return
+        began = time.perf_counter()
         with self._parts.slow("evaluating"):
             results = self._parts.worker.evaluate([self._parts.inputs.held_out[number] for number in numbers])
         self.evaluated = self.evaluated | {str(n): result for n, result in zip(numbers, results, strict=True)}
+        self._evaluating_s += time.perf_counter() - began
 
     def evaluations(self, step: int) -> int:
         """Held-out microbatches to evaluate after ``step`` steps."""
@@ -185,13 +191,13 @@ class Holding:
             reducing_s: time that the sum over processes took.
         """
         parts, step = self._parts, self.step
+        parts.keeper.wait()  # a restart in place repeats one step at most
         began = time.monotonic()
         metrics = parts.worker.update(total)
         plan = self._done_plan(decision, said)
         self._tell_returned(decision)
         parts.audit.committed(step, {process: said[process].computed for process in decision.holders})
         self._stand_at(step + 1)
-        self._evaluation_began = time.perf_counter()
         if self._compiled_at_first_step is None:
             self._compiled_at_first_step = parts.worker.model_compilations
         self._progress.wall_time_s = self._earlier_s + time.perf_counter() - self._adopted
@@ -227,27 +233,30 @@ class Holding:
         total = float(sum(results[number][0] for number in range(due)))
         self._scores = scores(total, sum(results[number][1] for number in range(due)))
         self._scores_logged = True
-        self._journal.evaluated(decision.step, self._scores, time.perf_counter() - self._evaluation_began)
+        if not self._was_finished:
+            self._journal.evaluated(decision.step, self._scores, self._evaluating_s)
 
-    def finish(self) -> dict[str, Any]:
-        """Close the run: the final state on disk, the summary and the report; returns the summary."""
+    def finish(self) -> None:
+        """Close the run: the final state on disk, the summary and the report."""
         parts = self._parts
-        self.save_and_wait()
-        first = self._compiled_at_first_step
-        compiled = 0 if first is None else parts.worker.model_compilations - first
-        summary = self._progress.summary(self.step) | {
-            "eval_loss": self._scores.get("eval/loss"),
-            "eval_perplexity": self._scores.get("eval/perplexity"),
-            "model_compilations_after_first_step": compiled,
-            "goodput": self._progress.goodput(time.time()),
-        }
-        parts.log.summary(summary)
+        if not self._was_finished:
+            self.save_and_wait()
+            parts.log.summary(self._summary())
         try:
             with parts.slow("the report"):
                 write_report(parts.workdir)
         except DataError as error:  # the run itself is done
             parts.log.event("report_failed", self.step, reason=str(error))
-        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        first = self._compiled_at_first_step
+        compiled = 0 if first is None else self._parts.worker.model_compilations - first
+        return self._progress.summary(self.step) | {
+            "eval_loss": self._scores.get("eval/loss"),
+            "eval_perplexity": self._scores.get("eval/perplexity"),
+            "model_compilations_after_first_step": compiled,
+            "goodput": self._progress.goodput(time.time()),
+        }
 
     def tell_final_state(self) -> None:
         """For the audit: which state this process ends with, if it ever received one."""

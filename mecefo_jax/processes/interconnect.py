@@ -126,6 +126,7 @@ class Interconnect:
         self._runtime, self._shape = runtime, (mesh.fsdp, mesh.tensor)
         self._home = node_mesh(runtime.devices_of(runtime.process), *self._shape)
         self._reductions: dict[Any, Any] = {}
+        self._lock = threading.Lock()
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="interconnect")
         self._expecting: concurrent.futures.Future[Any] | None = None
 
@@ -164,7 +165,7 @@ class Interconnect:
     def compile(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
         """Compile a reduction ahead of need; ``like`` has its shapes."""
         if len(processes) > 1 and epoch < capacity(len(processes), LANES):
-            self._reduction(self.clique(epoch, processes), like)
+            self._reduction(epoch, self.clique(epoch, processes), like)
 
     def total(self, packed: Packed, epoch: int, processes: Sequence[int]) -> Packed:
         """The sum over processes that all call this alike; waits for it.
@@ -177,7 +178,7 @@ class Interconnect:
         if len(processes) == 1:
             return packed
         clique = self.clique(epoch, processes)
-        reduction = self._reduction(clique, packed)
+        reduction = self._reduction(epoch, clique, packed)
         there = jax.device_put(packed, NamedSharding(clique.own, _PACKED))
         with self._connecting(clique):
             (back,) = views(reduction(stack([there], clique.mesh)), [clique.own])
@@ -201,9 +202,18 @@ class Interconnect:
         finally:
             timer.cancel()
 
-    def _reduction(self, clique: Clique, like: Packed) -> Any:
+    def forget_before(self, epoch: int) -> None:
+        """Drop what belongs to earlier epochs."""
+        with self._lock:
+            self._reductions = {key: kept for key, kept in self._reductions.items() if key[0] >= epoch}
+
+    def _reduction(self, epoch: int, clique: Clique, like: Packed) -> Any:
         shapes = tuple((dtype, vector.shape[1]) for dtype, vector in sorted(like.vectors.items()))
-        key = (clique.mesh, shapes)
+        key = (epoch, clique.mesh, shapes)
+        with self._lock:
+            return self._compiled(key, clique, shapes)
+
+    def _compiled(self, key: Any, clique: Clique, shapes: Sequence[tuple[str, int]]) -> Any:
         if key not in self._reductions:
             num_processes = clique.mesh.shape["data"]
             sharding = NamedSharding(clique.mesh, P("data", *_PACKED[1:]))

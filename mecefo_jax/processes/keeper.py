@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mecefo_jax.journal import Log
 from mecefo_jax.processes.interconnect import Packed
 from mecefo_jax.processes.keys import run_key
-from mecefo_jax.processes.memory import StateMemory
+from mecefo_jax.processes.memory import StateMemory, processes_of
 from mecefo_jax.processes.worker import Worker
 from mecefo_jax.progress import Progress
 
@@ -24,15 +24,18 @@ class StateKeeper:
 
     def __init__(self, workdir: pathlib.Path, process: int, worker: Worker, identity: Mapping[str, Any], log: Log):
         """For a process of the run in ``workdir``."""
-        self._memory = StateMemory(run_key(workdir), process)
+        self._key = run_key(workdir)
+        self._memory = StateMemory(self._key, process)
+        self._damaged: set[int] = set()
         self._worker, self._identity, self._log = worker, dict(identity), log
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._pending: concurrent.futures.Future[None] | None = None
         self._gave_up = False
 
     def newest_step(self) -> int:
-        """Step of the newest state kept; -1 if there is none."""
-        return max(self._memory.steps(), default=-1)
+        """Step of the newest state kept by any process of the run on this machine; -1 if there is none."""
+        steps = {step for memory in self._memories() for step in memory.steps()}
+        return max(steps - self._damaged, default=-1)
 
     def keep(self, step: int, words: Packed, progress: Progress) -> None:
         """Write a state in the background, after the one before it is written.
@@ -50,15 +53,15 @@ class StateKeeper:
 
     def read(self, step: int) -> tuple[Packed, Progress, dict[str, Any]] | None:
         """The state kept for a step, its account, and the identity of its run; None if it is not whole."""
-        found = self._memory.read(step)
+        like = self._worker.like_words.vectors
+        wanted = [(vector.shape, vector.dtype) for _, vector in sorted(like.items())]
+        states = (memory.read(step) for memory in self._memories())
+        whole = (s for s in states if s is not None and [(array.shape, array.dtype) for array in s[2]] == wanted)
+        found = next(whole, None)
         if found is None:
-            self._memory.remove()
+            self._damaged.add(step)
             return None
         _, facts, arrays = found
-        like = self._worker.like_words.vectors
-        if [(array.shape, array.dtype) for array in arrays] != [(v.shape, v.dtype) for _, v in sorted(like.items())]:
-            self._memory.remove()
-            return None
         sharding = NamedSharding(self._worker.mesh, P(None, ("fsdp", "tensor")))
         words = Packed(dict(zip(sorted(like), jax.device_put(arrays, sharding), strict=True)))
         return words, Progress(**facts["progress"]), facts["identity"]
@@ -79,6 +82,11 @@ class StateKeeper:
         self.wait()
         self._writer.shutdown()
         self._memory.remove()
+
+    def _memories(self) -> list[StateMemory]:
+        """Of all processes on this machine, that of this process first."""
+        others = (process for process in processes_of(self._key) if process != self._memory.process)
+        return [self._memory, *(StateMemory(self._key, process) for process in others)]
 
     def _write(self, step: int, facts: Mapping[str, Any], words: Packed) -> None:
         arrays = [np.asarray(vector) for _, vector in sorted(words.vectors.items())]

@@ -37,12 +37,13 @@ class SharedLog:
         rows = read_rows(self._workdir / METRICS_FILE)
         events = read_events(self._workdir / EVENTS_FILE)
         self._open(max((line["attempt"] for line in [*rows, *events]), default=1))
-        last_row = max((row["step"] for row in rows), default=-1)
-        last_event = max((event["step"] for event in events), default=-1)
+        first = min((step for _, step, _ in self._kept), default=0)
+        written = {row["step"]: set(row) for row in rows if row["step"] >= first}
+        told = {(event["kind"], event["step"], event.get("node")) for event in events if event["step"] >= first}
         for kind, step, fields in list(self._kept):
-            if kind == "" and step > last_row:
+            if kind == "" and not set(fields) <= written.get(step, set()):
                 self.scalars(step, fields)
-            elif kind and step > last_event:
+            elif kind and (kind, step, fields.get("node")) not in told:
                 self.event(kind, step, **fields)
         self._kept.clear()
 

@@ -72,6 +72,7 @@ class StateMemory:
           key: identifies the run, such as its resolved directory.
           process: number of the process in the cluster.
         """
+        self.process = process
         self.path = _folder() / f"{_stem(key)}{process}.state"
         self._descriptor: int | None = None
 
@@ -174,6 +175,12 @@ class StateMemory:
                 raise
             self._descriptor = descriptor
         return self._descriptor
+
+
+def processes_of(key: str) -> list[int]:
+    """Processes of a run that keep states on this machine, ascending."""
+    stem = _stem(key)
+    return sorted(int(path.stem.removeprefix(stem)) for path in _folder().glob(f"{glob.escape(stem)}*.state"))
 
 
 def remove_all(key: str) -> None:

@@ -9,19 +9,17 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import jax
 
-from mecefo_jax.errors import RestartInPlaceError, TooFewLiveNodesError
+from mecefo_jax.errors import NonFiniteError, RestartInPlaceError, RunError, TooFewLiveNodesError, raise_for_end
 from mecefo_jax.processes.agreement import Decision, Facts, Rules, View, decide, first_view
 from mecefo_jax.processes.holding import Holding
 from mecefo_jax.processes.interconnect import Packed
 from mecefo_jax.processes.parts import Parts
 from mecefo_jax.stopping import StopRequest
 
-_FAILURES_IN_ROW = 20
-_YEARS = 10 * 365 * 86400.0
+_FAILED_ROUNDS = 20
 
 
 class Node:
@@ -40,29 +38,25 @@ class Node:
         )
         self._prepared = self._expected = -1
         self._failed = self._finished = False
-        self._failures_in_row, self._waited_s = 0, 0.0
+        self._failed_rounds, self._newest_step, self._waited_s = 0, -1, 0.0
         self._dead: set[tuple[int, int | None]] = set()
 
-    def run(self, view: View) -> dict[str, Any]:
+    def run(self, view: View) -> None:
         """Take part from ``view`` on, to the end of the run.
-
-        Returns:
-            The summary, in the process that wrote it; empty in the others.
 
         Raises:
             RunError: with its exit code, where the run or this process's part in it ends early.
         """
-        summary: dict[str, Any] = {}
         while True:
             decision, said = self._round(view)
             view = decision.view
             self._take_note(decision, said)
             if decision.action == "exit":
                 self._holding.tell_final_state()
-                return summary
+                return
             if decision.action in ("stop", "too_few") or self._me in decision.left:
                 self._end_early(decision)
-            summary = self._act(decision, said) or summary
+            self._act(decision, said)
 
     # Rounds
 
@@ -71,12 +65,12 @@ class Node:
         runtime, folder = self._parts.runtime, f"facts/{view.round}"
         runtime.publish(f"{folder}/{self._me}", self._facts(view).to_json())
         began = time.monotonic()
-        with self._parts.slow("waiting for the other nodes"):
+        with self._parts.slow("waiting for the other nodes", times=2):  # who holds them up ends first
             live = runtime.live(view.round, view.members)
         self._waited_s = time.monotonic() - began
         said = {int(process): Facts.from_json(text) for process, text in runtime.lookup(folder).items()}
         if self._me not in live or self._me not in said or said[self._me].life != live[self._me]:
-            raise RestartInPlaceError("this process was taken for dead while it was not")
+            raise RunError("this process was taken for dead while it was not; it starts again")
         decision = decide(view, live, said, self._rules)
         for process, member in decision.joined.items():
             runtime.publish(f"admit/{process}/{member.life}", decision.view.to_json())
@@ -117,9 +111,10 @@ class Node:
         log = self._parts.log
         self._parts.watchdog.progress()
         self._dead |= {(process, member.life) for process, member in decision.lost.items()}
-        self._failures_in_row = self._failures_in_row + 1 if decision.failed else 0
-        if self._failures_in_row > _FAILURES_IN_ROW:
-            raise RestartInPlaceError(f"{_FAILURES_IN_ROW} rounds in a row failed")
+        self._failed_rounds = self._failed_rounds + decision.failed if decision.step <= self._newest_step else 0
+        self._newest_step = max(self._newest_step, decision.step)
+        if self._failed_rounds > _FAILED_ROUNDS:
+            raise RestartInPlaceError(f"{_FAILED_ROUNDS} rounds failed at step {decision.step}")
         self._failed = False
         self._holding.timeline.decided(decision, self._waited_s)
         if decision.holders and self._speaks(decision) and not log.writes:
@@ -135,23 +130,21 @@ class Node:
 
     # What was decided
 
-    def _act(self, decision: Decision, said: Mapping[int, Facts]) -> dict[str, Any] | None:
-        """Do this process's part; returns the summary if that was to finish the run."""
+    def _act(self, decision: Decision, said: Mapping[int, Facts]) -> None:
+        """Do this process's part."""
         if decision.action == "finish":
-            if not self._speaks(decision):
-                return None
-            summary = self._holding.finish()
-            self._finished = True
-            return summary
+            if self._speaks(decision):
+                self._holding.finish()
+                self._finished = True
+            return
         if decision.action == "step":
             self._step(decision, said)
-            return None
+            return
         if decision.action == "load" and self._me in decision.holders:
-            self._holding.load(decision, speaks=self._speaks(decision))
+            self._holding.load(decision)
         self._prepare(decision)
         if decision.action == "prepare" and self._me in decision.holders:
             self._fill_in(decision)
-        return None
 
     def _prepare(self, decision: Decision) -> None:
         """Compile what the next rounds need of the interconnect, so that nobody waits for it inside a reduction."""
@@ -159,6 +152,7 @@ class Node:
         if self._prepared >= epoch and not decision.joined:
             return
         everybody = tuple(sorted(decision.view.members))
+        interconnect.forget_before(epoch)
         with self._parts.slow("compiling reductions"):
             for group in {decision.holders, everybody}:
                 if self._me in group:
@@ -248,39 +242,44 @@ class Node:
 
     def _end_early(self, decision: Decision) -> None:
         """Save, if it is on this process to save, and go."""
-        if decision.action in ("stop", "too_few"):
-            if self._speaks(decision):
-                self._holding.save_and_wait()
-            self._parts.runtime.publish("run/ended", decision.action)
+        error: RunError = self._stop.error(decision.step)
         if decision.action == "too_few":
-            raise TooFewLiveNodesError(
+            error = TooFewLiveNodesError(
                 f"{len(decision.view.members)} of {self._rules.num_nodes} nodes are live at step {decision.step}, "
                 f"faults.min_live_nodes is {self._rules.min_live_nodes}; the state of step {decision.step} is saved"
             )
-        raise self._stop.error(decision.step)
+        if decision.action in ("stop", "too_few") and self._speaks(decision):
+            self._holding.save_and_wait()
+            self._parts.runtime.publish("run/ended", str(error.exit_code))
+        raise error
 
 
-def take_part(parts: Parts, stop: StopRequest) -> dict[str, Any]:
+def take_part(parts: Parts, stop: StopRequest) -> None:
     """Enter the cluster as a node or a spare, and stay to the end.
-
-    Returns:
-        The summary, in the process that wrote it.
 
     Raises:
         RunError: see ``Node.run``.
     """
     num_nodes = parts.config.mesh.num_nodes
     view: View | None = first_view(num_nodes)
+
+    def is_stopped() -> bool:
+        parts.watchdog.progress()  # it may wait as long as the run takes
+        return stop.received is not None
+
     if parts.runtime.process > num_nodes or parts.arrival.cluster_runs:
-        with parts.watchdog.allow(_YEARS, "waiting to be needed"):
-            view = parts.arrival.wait(lambda: stop.received is not None)
+        view = parts.arrival.wait(is_stopped)
     if view is None:
         if stop.received is not None:
-            raise stop.error(0)
-        return {}
-    summary = Node(parts, stop).run(view)
-    parts.runtime.publish("run/ended", "done")
-    return summary
+            raise stop.error(None)
+        raise_for_end(int(parts.runtime.lookup("run")["ended"]))
+        return
+    try:
+        Node(parts, stop).run(view)
+    except NonFiniteError as error:  # all nodes see it at once
+        parts.runtime.publish("run/ended", str(error.exit_code))
+        raise
+    parts.runtime.publish("run/ended", "0")
 
 
 def _handover_key(decision: Decision) -> str:

@@ -36,6 +36,6 @@ class Parts:
     measured: dict[str, float]
     """Parts of the way from the start of the process to here, in seconds."""
 
-    def slow(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """For what may take longer than a step."""
-        return self.watchdog.allow(self.config.cluster.first_step_seconds, what)
+    def slow(self, what: str, times: int = 1) -> contextlib.AbstractContextManager[None]:
+        """For what may take longer than a step: as long as a first one, or several."""
+        return self.watchdog.allow(times * self.config.cluster.first_step_seconds, what)

@@ -51,7 +51,8 @@ class Runtime:
         """Connect; at the first start of a cluster, wait for all its processes.
 
         Raises:
-            ConfigError: the processes did not all come up in time, or JAX finds no cluster here.
+            RestartInPlaceError: the processes did not all come up in time.
+            ConfigError: JAX finds no cluster here.
         """
         address = None if cluster.coordinator == "auto" else cluster.coordinator
         if address is not None and _is_loopback(address):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from mecefo_jax.journal import Log
@@ -88,7 +88,7 @@ class Timeline:
         self._progress.recoveries += 1
         self._log.event("recovery", step, node=node, process=process, **measured)
 
-    def takeover(self, step: int, plan: Plan, degraded_cost: float, nodes: Sequence[int]) -> None:
+    def takeover(self, step: int, plan: Plan, degraded_cost: float, nodes: Collection[int]) -> None:
         """Tell of the plan for other nodes than in the step before."""
         self._log.event(
             "takeover",

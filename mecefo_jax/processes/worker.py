@@ -6,7 +6,7 @@ The programs are those of ``executor.py``, except that sums and states travel pa
 
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,14 @@ class Worker:
         )
 
     def sums(
-        self, step: int, work: Work, degraded_ML: np.ndarray, microbatch: MicrobatchSource, onto: Packed | None = None
+        self,
+        step: int,
+        work: Work,
+        degraded_ML: np.ndarray,
+        microbatch: MicrobatchSource,
+        *,
+        onto: Packed | None = None,
+        on_part: Callable[[], None] = lambda: None,
     ) -> Packed:
         """Packed sums over a piece of work of a step; waits for them.
 
@@ -124,6 +131,7 @@ class Worker:
             degraded_ML: layers that are degraded, for each microbatch of the step.
             microbatch: content of the microbatches.
             onto: sums to add them to, used up.
+            on_part: called after each part of the work, of at most two healthy shares.
         """
         assert self._state is not None
         total = None if onto is None else Flat.of(onto)
@@ -131,8 +139,10 @@ class Worker:
             batch = self._placer(part, degraded_ML, functools.partial(microbatch, step))
             sums = self._gradients(0, self._state, Flat.of(batch))
             total = sums if total is None else self._add(0, total, sums)
+            jax.block_until_ready(total.leaves)
+            on_part()
         assert total is not None
-        return jax.block_until_ready(total.tree)
+        return total.tree
 
     def update(self, total: Packed) -> StepMetrics:
         """Take the step whose sums over all nodes these are; waits for it."""
@@ -156,12 +166,11 @@ class Worker:
         """Take over the state with these bits."""
         self._state = self._from_words(0, Flat.of(words))
 
-    def evaluate(self, microbatches: Mapping[int, np.ndarray] | Sequence[np.ndarray]) -> list[tuple[float, int]]:
+    def evaluate(self, microbatches: Sequence[np.ndarray]) -> list[tuple[float, int]]:
         """Summed loss in nats and number of tokens of each microbatch."""
         assert self._state is not None
-        tokens = microbatches.values() if isinstance(microbatches, Mapping) else microbatches
         results = []
-        for tokens_BT in tokens:
+        for tokens_BT in microbatches:
             placed = jax.device_put(tokens_BT, NamedSharding(self.mesh, P("fsdp")))
             results.append(self._evaluate(0, self._state, Flat.of(placed)).leaves)
         return [(float(loss), int(count)) for loss, count in jax.device_get(results)]

@@ -92,7 +92,7 @@ def test_a_life_that_is_over_is_not_admitted_again():
 def test_the_newest_memory_is_loaded_unless_the_disk_is_newer():
     fresh = {p: facts(held=-1, exact=None, in_memory=m, on_disk=3) for p, m in ((1, 6), (2, 7), (3, 7), (4, -1))}
     decision = round_of(fresh)
-    assert (decision.action, decision.loads, decision.step, decision.holders) == ("load", "memory", 7, (2, 3))
+    assert (decision.action, decision.loads, decision.step, decision.holders) == ("load", "memory", 7, (2,))
     fresh[1] = dataclasses.replace(fresh[1], on_disk=8)
     decision = round_of(fresh)
     assert (decision.action, decision.loads, decision.step, decision.holders) == ("load", "disk", 8, (1,))
@@ -107,6 +107,8 @@ def test_the_ends():
     one_goes = healthy()
     one_goes[4] = dataclasses.replace(one_goes[4], leaving=True)
     assert set(round_of(one_goes).left) == {4} and round_of(one_goes).missing == (6, 7)
+    alone = {1: facts(exact=(0, 1), leaving=True), 2: facts(held=-1, exact=None)}
+    assert not round_of(alone).left and round_of(alone).newcomers == (2,)  # it hands over before it goes
     assert round_of({1: healthy()[1]}, rules=dataclasses.replace(RULES, min_live_nodes=2)).action == "too_few"
 
 

@@ -149,7 +149,8 @@ def test_nodes_killed_at_any_moment(config, tmp_path):
         cluster.reach(19)
         time.sleep(rng.uniform(0, 0.3))
         cluster.supervisor.kill(min(p for p in cluster.supervisor.pids if p))  # near a save
-        cluster.until(lambda: cluster.events("recovery"), "somebody to take part again")
+        before = len(cluster.events("recovery"))
+        cluster.until(lambda: len(cluster.events("recovery")) > before, "somebody to take part again")
         cluster.supervisor.kill(3)
         died = len(cluster.supervisor.events)
         cluster.until(lambda: any(e["kind"] == "restarted" for e in cluster.supervisor.events[died:]), "a restart")
@@ -159,7 +160,7 @@ def test_nodes_killed_at_any_moment(config, tmp_path):
         cluster.check(steps_repeated=1)
         failures = cluster.events("failure")  # of nodes: who is killed on its way in was none
         assert len(failures) >= 2
-        assert all(event["recomputed"] >= 0 and event["takeover_s"] >= 0 for event in failures)
+        assert all(event["noticed"] < event["time"] < event["noticed"] + 60 for event in failures)
 
 
 @pytest.mark.slow
@@ -177,6 +178,7 @@ def test_alive_but_stuck_and_a_dead_coordinator(config, tmp_path):
         assert "read_or_sleep" in stacks and "no progress for 11 s" in stacks
 
         before = cluster.step()
+        cluster.reach(before + 1)
         cluster.supervisor.kill(0)
         cluster.until(lambda: cluster.events("resumed"), "the restart in place")
         (resumed,) = cluster.events("resumed")
@@ -194,7 +196,7 @@ def test_late_at_the_start_in_compiling_and_at_the_end(config, tmp_path):
         cluster.check()
         assert not cluster.events("failure")
     said = [line for process, line in cluster.lines if process is None and line.startswith("waiting for process")]
-    assert any("2" in line for line in said), cluster.output()
+    assert "waiting for process 2 to come up" in said, cluster.output()
 
 
 @pytest.mark.slow
