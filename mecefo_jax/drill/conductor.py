@@ -14,6 +14,7 @@ from typing import Any
 
 from mecefo_jax.drill.schedule import COORDINATOR, Strike
 from mecefo_jax.metrics import EVENTS_FILE, METRICS_FILE
+from mecefo_jax.processes.patience import Limits
 from mecefo_jax.processes.supervisor import Supervisor
 
 POLL_SECONDS = 0.01
@@ -56,6 +57,10 @@ class Outcome:
     launcher_events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """``Supervisor.events``."""
     struck: list[Struck] = dataclasses.field(default_factory=list)
+
+
+# Processes die early because they are killed, which says nothing against them.
+_LIMITS = Limits(max_restarts=1000, quick_seconds=5, longest_wait_seconds=2)
 
 
 class Follower:
@@ -154,7 +159,7 @@ class Conductor:
     def _run_once(self, write: Callable[[int | None, str], None]) -> None:
         """One start of all processes, until they have ended or are to start again."""
         self._again, over = False, threading.Event()
-        with Supervisor(self._commands, on_line=write) as supervisor:
+        with Supervisor(self._commands, limits=_LIMITS, on_line=write) as supervisor:
             supervisor.start()
             thread = threading.Thread(target=self._conduct, args=(supervisor, over), name="conductor", daemon=True)
             thread.start()
