@@ -20,6 +20,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from mecefo_jax.config import MeshConfig
-from mecefo_jax.errors import RestartInPlaceError
+from mecefo_jax.errors import RestartInPlaceError, StalledError
 from mecefo_jax.mesh import partition_specs, stack, views
 from mecefo_jax.processes.runtime import LANES, Runtime, node_mesh
 
@@ -187,20 +189,29 @@ class Interconnect:
 
     @contextlib.contextmanager
     def _connecting(self, clique: Clique) -> Iterator[None]:
-        """For the first use of a clique, in which its processes find each other, or not."""
+        """For the first use of a clique, in which its processes find each other, or not.
+
+        Gloo waits for the address of a process that died for 30 s, which can be helped; and for its connection for more
+        than a minute, which cannot: then this process ends, so that the others need not wait for it.
+        """
         if clique.mesh in self._connected or jax.default_backend() != "cpu":
             yield
             return
         size = self._shape[0] * self._shape[1]
         columns = clique.mesh.devices.reshape(-1, size).T.tolist()
-        timer = threading.Timer(self._patience, self._runtime.give_up_connecting, args=(columns,))
-        timer.daemon = True
-        timer.start()
+        timers = (
+            threading.Timer(self._patience, self._runtime.give_up_connecting, args=(columns,)),
+            threading.Timer(2 * self._patience + 1, _end_stuck),
+        )
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
         try:
             yield
             self._connected.add(clique.mesh)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
 
     def forget_before(self, epoch: int) -> None:
         """Drop what belongs to earlier epochs."""
@@ -222,6 +233,13 @@ class Interconnect:
             )
             self._reductions[key] = make_exchange(clique, arguments).lower(arguments).compile()
         return self._reductions[key]
+
+
+def _end_stuck() -> None:
+    print(
+        "stuck in connecting to others, one of which has died: this process starts again", file=sys.stderr, flush=True
+    )
+    os._exit(StalledError.exit_code)
 
 
 def make_exchange(clique: Clique, arguments: Packed) -> jax.stages.Wrapped:

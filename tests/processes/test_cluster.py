@@ -54,7 +54,7 @@ def config(tmp_path, store) -> Config:
         basis=BasisConfig(rank=4, refresh_every=7),
         checkpoint=CheckpointConfig(every=20),
         eval=EvalConfig(every=100, batches=5),
-        cluster=ClusterConfig(audit=True, compile_cache=store, progress_seconds=20, heartbeat_seconds=10),
+        cluster=ClusterConfig(audit=True, compile_cache=store, progress_seconds=20, collective_seconds=4),
     )
 
 
