@@ -54,7 +54,7 @@ class Runtime:
             inside.add(self.process)
             service.changed.notify_all()
             complete = lambda: service.lives.keys() & set(members) <= inside  # noqa: E731
-            assert service.changed.wait_for(complete, 30)
+            service.changed.wait_for(complete)
             return {process: life for process, life in service.lives.items() if process in members}
 
 
