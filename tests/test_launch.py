@@ -169,7 +169,9 @@ beat_for_ever()
     ("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
 )
 def test_signals_to_the_launcher_stop_the_run(signum, code, tmp_path):
-    process = launched(tmp_path, NODE, stdout=subprocess.PIPE, text=True)
+    # Where the tests themselves run under nohup, SIGHUP would be ignored, as it should be.
+    heeded = {"preexec_fn": lambda: signal.signal(signum, signal.SIG_DFL)}
+    process = launched(tmp_path, NODE, stdout=subprocess.PIPE, text=True, **heeded)
     try:
         deadline = time.monotonic() + DEADLINE
         ready = tmp_path / "ready"
@@ -181,6 +183,7 @@ def test_signals_to_the_launcher_stop_the_run(signum, code, tmp_path):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
     assert process.returncode == code
     assert output.splitlines()[-1].startswith(f"[launch] exit code {code}, ")
 
