@@ -1,6 +1,7 @@
 """``launchable.py FOLDER [launcher's arguments]``: the launcher, with stand-ins in place of the processes of a run."""
 
 import pathlib
+import signal
 import sys
 
 from mecefo_jax import launch
@@ -20,5 +21,6 @@ def supervisor_of_stand_ins(commands, *, limits):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     launch.Supervisor = supervisor_of_stand_ins
     sys.exit(launch.main(sys.argv[2:]))

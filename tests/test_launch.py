@@ -169,9 +169,7 @@ beat_for_ever()
     ("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)], ids=lambda value: str(value)
 )
 def test_signals_to_the_launcher_stop_the_run(signum, code, tmp_path):
-    # Where the tests themselves run under nohup, SIGHUP would be ignored, as it should be.
-    heeded = {"preexec_fn": lambda: signal.signal(signum, signal.SIG_DFL)}
-    process = launched(tmp_path, NODE, stdout=subprocess.PIPE, text=True, **heeded)
+    process = launched(tmp_path, NODE, stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + DEADLINE
         ready = tmp_path / "ready"
