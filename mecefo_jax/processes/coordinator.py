@@ -67,14 +67,17 @@ def arrive(config: Config, workdir: pathlib.Path, process: int) -> None:
 def _name_missing(config: Config, workdir: pathlib.Path, up: threading.Event) -> None:
     began = time.time()
     while not up.wait(_MISSING_SECONDS):
-        missing = [str(p) for p in range(1, config.cluster.num_processes or 1) if not _has_arrived(workdir, p, began)]
+        processes = range(1, config.cluster.num_processes or 1)
+        address = config.cluster.coordinator
+        missing = [str(process) for process in processes if not _has_arrived(workdir, process, address, began)]
         if missing:
             print(f"waiting for process{'es' * (len(missing) > 1)} {', '.join(missing)}", file=sys.stderr, flush=True)
 
 
-def _has_arrived(workdir: pathlib.Path, process: int, since: float) -> bool:
+def _has_arrived(workdir: pathlib.Path, process: int, address: str, since: float) -> bool:
+    """Whether a process has started for this address, and not for an earlier start at the same one."""
     path = _sign(workdir, process)
-    return path.exists() and path.stat().st_mtime > since - 60
+    return path.exists() and path.read_text() == address and path.stat().st_mtime > since - 60
 
 
 def _sign(workdir: pathlib.Path, process: int) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""Sums over processes: packed trees, one all-reduce, and communicators that are never used twice.
+"""Sums over processes: packed trees, two exchanges, and communicators that are never used twice.
 
 A tree is packed into one vector a dtype, so that a reduction is one or two exchanges whatever the model, and compiles
 in some hundredths of a second. Packing happens on each device for its own shards.

@@ -34,7 +34,11 @@ class StateKeeper:
 
     def newest_step(self) -> int:
         """Step of the newest state kept by any process of the run on this machine; -1 if there is none."""
-        steps = {step for memory in self._memories() for step in memory.steps()}
+        steps: set[int] = set()
+        for memory in self._memories():
+            steps.update(memory.steps())
+            if memory is not self._memory:
+                memory.close()
         return max(steps - self._damaged, default=-1)
 
     def keep(self, step: int, words: Packed, progress: Progress) -> None:

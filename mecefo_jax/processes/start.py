@@ -59,15 +59,17 @@ def start(config: Config, workdir: pathlib.Path) -> None:
 def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: StopRequest) -> None:
     lap = _stopwatch()
     measured = {"imports_s": lap()}
-    with watchdog.allow(config.cluster.startup_seconds, "waiting for the data and the cluster"):
+    with watchdog.allow(config.cluster.first_step_seconds, "preparing or opening the data"):
         inputs = open_inputs(config)
         measured["data_s"] = lap()
+    startup_seconds = 2 * config.cluster.startup_seconds  # the wait itself ends first, and says why
+    with watchdog.allow(startup_seconds, "waiting for the cluster"):
         runtime = Runtime(config.cluster)
     if runtime.process == 0:  # found by JAX: the config did not say
         raise ConfigError("cluster.process_id: process 0 is the coordinator; set --cluster.process_id 0 there")
     arrival = Arrival(runtime, config.mesh.num_nodes)
     with _leaving(runtime):
-        with watchdog.allow(config.cluster.startup_seconds, "waiting for the devices of the others"):
+        with watchdog.allow(startup_seconds, "waiting for the devices of the others"):
             runtime.start_backend()
         measured["runtime_s"] = lap()
         mesh = node_mesh(runtime.devices_of(runtime.process), config.mesh.fsdp, config.mesh.tensor)
