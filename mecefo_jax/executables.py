@@ -106,6 +106,11 @@ class ExecutableStore:
             return
 
 
+def open_store(setting: str) -> ExecutableStore | None:
+    """The store that ``cluster.compile_cache`` names; None if it is empty."""
+    return ExecutableStore(pathlib.Path(setting).expanduser()) if setting else None
+
+
 def _load(serialized: bytes, ids: Sequence[int], target: Mesh, in_tree: Any, out_tree: Any) -> jax.stages.Compiled:
     """An executable compiled for the devices with these ids, on those of ``target``."""
     from jaxlib import xla_client

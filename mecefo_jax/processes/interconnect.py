@@ -11,7 +11,7 @@ the processes.
 On CPU, gloo's communicators are kept for ever under the ordered list of their devices. One in which a process died,
 or a time-out struck, is broken, and so is the list. Hence every epoch takes another list: another order of the
 processes, and another lane (set of devices) of each. ``capacity`` says how many there are; then all processes start
-again.
+again. The executable is compiled once for a number of processes, and moved to every other list.
 """
 
 import concurrent.futures
@@ -35,10 +35,11 @@ from jaxtyping import Array, PyTree
 
 from mecefo_jax.config import MeshConfig
 from mecefo_jax.errors import RestartInPlaceError, StalledError
+from mecefo_jax.executables import ExecutableStore, move_executable
 from mecefo_jax.mesh import partition_specs, stack, views
 from mecefo_jax.processes.runtime import LANES, Runtime, node_mesh
 
-# With more processes than this, compiling for every death costs more than it saves.
+# With more processes than this, making ready for every death costs more than it saves.
 _MOST_EXPECTED = 16
 _PACKED = P(None, ("fsdp", "tensor"))
 
@@ -122,12 +123,22 @@ class Clique:
 class Interconnect:
     """The reductions of one process with others."""
 
-    def __init__(self, runtime: Runtime, mesh: MeshConfig, patience: float) -> None:
-        """For nodes of the given shape; ``patience``: seconds that the set-up of a communicator may take."""
-        self._patience, self._connected = patience, set[Mesh]()
+    def __init__(
+        self, runtime: Runtime, mesh: MeshConfig, patience: float, store: ExecutableStore | None = None
+    ) -> None:
+        """For nodes of the given shape.
+
+        Args:
+            runtime: connected.
+            mesh: shape of the nodes.
+            patience: seconds that the set-up of a communicator may take.
+            store: where executables are looked for before compiling.
+        """
+        self._patience, self._connected, self._store = patience, set[Mesh](), store
         self._runtime, self._shape = runtime, (mesh.fsdp, mesh.tensor)
         self._home = node_mesh(runtime.devices_of(runtime.process), *self._shape)
-        self._reductions: dict[Any, Any] = {}
+        self._reductions: dict[Any, jax.stages.Compiled] = {}
+        self._models: dict[Any, tuple[jax.stages.Compiled, Mesh]] = {}
         self._lock = threading.Lock()
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="interconnect")
         self._expecting: concurrent.futures.Future[Any] | None = None
@@ -151,7 +162,7 @@ class Interconnect:
         return Clique(Mesh(grid, ("data", "fsdp", "tensor")), parts[self._runtime.process], places)
 
     def expect_a_death(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
-        """Compile, beside what else is going on, for the next epoch without any one of the others."""
+        """Make ready, beside what else is going on, for the next epoch without any one of the others."""
         if len(processes) > _MOST_EXPECTED:
             return
         others = [process for process in processes if process != self._runtime.process]
@@ -165,7 +176,7 @@ class Interconnect:
             self.compile(epoch, group, like)
 
     def compile(self, epoch: int, processes: Sequence[int], like: Packed) -> None:
-        """Compile a reduction ahead of need; ``like`` has its shapes."""
+        """Make a reduction ready ahead of need; ``like`` has its shapes."""
         if len(processes) > 1 and epoch < capacity(len(processes), LANES):
             self._reduction(epoch, self.clique(epoch, processes), like)
 
@@ -182,8 +193,9 @@ class Interconnect:
         clique = self.clique(epoch, processes)
         reduction = self._reduction(epoch, clique, packed)
         there = jax.device_put(packed, NamedSharding(clique.own, _PACKED))
+        order = jax.device_put(np.array([clique.order], np.int32), NamedSharding(clique.own, P()))
         with self._connecting(clique):
-            (back,) = views(reduction(stack([there], clique.mesh)), [clique.own])
+            (back,) = views(reduction(*stack([(there, order)], clique.mesh)), [clique.own])
             result = jax.device_put(back, NamedSharding(self._home, _PACKED))
             return jax.block_until_ready(result)
 
@@ -218,21 +230,28 @@ class Interconnect:
         with self._lock:
             self._reductions = {key: kept for key, kept in self._reductions.items() if key[0] >= epoch}
 
-    def _reduction(self, epoch: int, clique: Clique, like: Packed) -> Any:
+    def _reduction(self, epoch: int, clique: Clique, like: Packed) -> jax.stages.Compiled:
         shapes = tuple((dtype, vector.shape[1]) for dtype, vector in sorted(like.vectors.items()))
         key = (epoch, clique.mesh, shapes)
         with self._lock:
-            return self._compiled(key, clique, shapes)
+            if key not in self._reductions:
+                self._reductions[key] = self._ready(clique.mesh, shapes)
+            return self._reductions[key]
 
-    def _compiled(self, key: Any, clique: Clique, shapes: Sequence[tuple[str, int]]) -> Any:
-        if key not in self._reductions:
-            num_processes = clique.mesh.shape["data"]
-            sharding = NamedSharding(clique.mesh, P("data", *_PACKED[1:]))
-            arguments = Packed(
-                {dtype: jax.ShapeDtypeStruct((num_processes, size), dtype, sharding=sharding) for dtype, size in shapes}
-            )
-            self._reductions[key] = make_exchange(clique, arguments).lower(arguments).compile()
-        return self._reductions[key]
+    def _ready(self, mesh: Mesh, shapes: Sequence[tuple[str, int]]) -> jax.stages.Compiled:
+        """The exchange on a mesh: an executable for as many other devices, moved; else one from the store."""
+        count = mesh.shape["data"]
+        if (count, shapes) in self._models:
+            moved = move_executable(*self._models[count, shapes], mesh)
+            if moved is not None:
+                return moved
+        sharding = NamedSharding(mesh, P("data", *_PACKED[1:]))
+        vectors = {dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=sharding) for dtype, size in shapes}
+        orders = jax.ShapeDtypeStruct((count, count), np.int32, sharding=NamedSharding(mesh, P("data")))
+        lowered = make_exchange(mesh).lower(Packed(vectors), orders)
+        compiled = lowered.compile() if self._store is None else self._store.load_or_compile(lowered, mesh)[0]
+        self._models[count, shapes] = compiled, mesh
+        return compiled
 
 
 def _end_stuck() -> None:
@@ -242,32 +261,35 @@ def _end_stuck() -> None:
     os._exit(StalledError.exit_code)
 
 
-def make_exchange(clique: Clique, arguments: Packed) -> jax.stages.Wrapped:
-    """The sum over a clique, of vectors ``[processes, K]``; all processes get it, ``[1, K]``.
+def make_exchange(mesh: Mesh) -> jax.stages.Wrapped:
+    """The sum over the processes of a mesh ``(data, fsdp, tensor)``, in which all of them take part alike.
 
-    Args:
-        clique: who takes part.
-        arguments: vectors of the shapes and dtypes to come.
+    It is called with vectors ``[processes, K]``, and with the order ``[processes, processes]`` (each process says the
+    same) in which they are added: places along ``data``. All processes get the sum, ``[1, K]``.
     """
-    count = len(clique.order)
+    count = mesh.shape["data"]
 
-    def total(vector: Array) -> Array:
+    def total(vector: Array, order: Array) -> Array:
         size = vector.shape[1]
         part = -(-size // count)
         parts = jnp.pad(vector[0], (0, count * part - size)).reshape(count, part)
         rows = jax.lax.all_to_all(parts, "data", 0, 0, tiled=True)  # everybody's version of this process's part
-        summed = functools.reduce(jnp.add, (rows[place] for place in clique.order))
+        summed = functools.reduce(jnp.add, (rows[order[0, place]] for place in range(count)))
         whole = jax.lax.all_to_all(jnp.broadcast_to(summed, (count, part)), "data", 0, 0, tiled=True)
         return whole.reshape(1, -1)[:, :size]
 
-    def totals(vectors: dict[str, Array]) -> dict[str, Array]:
-        return {dtype: total(vector) for dtype, vector in vectors.items()}
+    def exchange(packed: Packed, order: Array) -> Packed:
+        summed = Packed(dict.fromkeys(packed.vectors, _PACKED))
+        # That all processes get the same is not visible to the type checker.
+        return jax.shard_map(
+            lambda packed, order: jax.tree.map(lambda vector: total(vector, order), packed),
+            mesh=mesh,
+            in_specs=(P("data", *_PACKED[1:]), P("data")),
+            out_specs=summed,
+            check_vma=False,
+        )(packed, order)
 
-    given = {dtype: P("data", *_PACKED[1:]) for dtype in arguments.vectors}
-    summed = dict.fromkeys(arguments.vectors, _PACKED)
-    # That all processes get the same is not visible to the type checker.
-    exchange = jax.shard_map(totals, mesh=clique.mesh, in_specs=(given,), out_specs=summed, check_vma=False)
-    return jax.jit(lambda packed: Packed(exchange(packed.vectors)))
+    return jax.jit(exchange)
 
 
 def arrangement(epoch: int, processes: Sequence[int], num_lanes: int) -> tuple[list[int], dict[int, int]]:

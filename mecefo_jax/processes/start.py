@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from mecefo_jax.config import Config
 from mecefo_jax.errors import ConfigError
+from mecefo_jax.executables import open_store
 from mecefo_jax.inputs import open_inputs
 from mecefo_jax.processes.arrival import Arrival
 from mecefo_jax.processes.audit import Audit
@@ -73,7 +74,8 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
             runtime.start_backend()
         measured["runtime_s"] = lap()
         mesh = node_mesh(runtime.devices_of(runtime.process), config.mesh.fsdp, config.mesh.tensor)
-        worker = Worker(config, inputs.vocab_size, mesh)
+        store = open_store(config.cluster.compile_cache)
+        worker = Worker(config, inputs.vocab_size, mesh, store)
         with watchdog.allow(config.cluster.first_step_seconds, "compiling the programs"):
             worker.compile()
         measured["programs_s"] = lap()
@@ -85,7 +87,7 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
             inputs=inputs,
             runtime=runtime,
             arrival=arrival,
-            interconnect=Interconnect(runtime, config.mesh, config.cluster.collective_seconds),
+            interconnect=Interconnect(runtime, config.mesh, config.cluster.collective_seconds, store),
             worker=worker,
             snapshots=Snapshots(config, identity, workdir, log),
             keeper=StateKeeper(workdir, runtime.process, worker, identity, log),

@@ -5,7 +5,6 @@ The programs are those of ``executor.py``, except that sums and states travel pa
 """
 
 import functools
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +28,8 @@ from mecefo_jax.step import NodeBatch, StepMetrics, evaluate, node_gradients, st
 class Worker:
     """A node's programs and its state, on its own sub-mesh."""
 
-    def __init__(self, config: Config, vocab_size: int, mesh: Mesh) -> None:
-        """Without a state yet."""
+    def __init__(self, config: Config, vocab_size: int, mesh: Mesh, store: ExecutableStore | None = None) -> None:
+        """Without a state yet; ``store``: where executables are looked for before compiling."""
         self._config, self.mesh = config, mesh
         self.abstract_state = abstract_state(config, vocab_size, mesh)
         slots = min(2 * config.train.microbatches_per_node, config.num_microbatches)
@@ -54,8 +53,6 @@ class Worker:
             return from_words(unpack(packed, as_shapes), self.abstract_state)
 
         as_shapes = jax.eval_shape(as_words, self.abstract_state)
-        kept = config.cluster.compile_cache
-        store = ExecutableStore(pathlib.Path(kept).expanduser()) if kept else None
         program = functools.partial(NodeProgram, submeshes=(mesh,), store=store)
         self._gradients = program(gradients)
         self._add = program(lambda left, right: jax.tree.map(jnp.add, left, right), donate=(0,))

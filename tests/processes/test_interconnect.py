@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from mecefo_jax.errors import RestartInPlaceError
 from mecefo_jax.mesh import shardings
 from mecefo_jax.processes.interconnect import (
-    Clique,
     Packed,
     arrangement,
     as_words,
@@ -53,14 +52,14 @@ def test_the_sum_over_a_clique_is_that_of_its_processes_in_their_order(count, fs
     order = list(np.random.default_rng(0).permutation(count))
     grid = np.array(jax.devices()[: count * fsdp]).reshape(count, fsdp, 1)[order]
     mesh = Mesh(grid, ("data", "fsdp", "tensor"))
-    clique = Clique(mesh, sub_mesh(fsdp, 1), tuple(order.index(process) for process in range(count)))
+    places = [[order.index(process) for process in range(count)]] * count
     values = np.random.default_rng(1).normal(size=(count, 7 * fsdp)).astype(np.float32)
     counts = np.arange(count * 2 * fsdp, dtype=np.int32).reshape(count, -1)
     sharding = NamedSharding(mesh, P("data", ("fsdp", "tensor")))
     packed = Packed(
         {"float32": jax.device_put(values[order], sharding), "int32": jax.device_put(counts[order], sharding)}
     )
-    total = make_exchange(clique, packed)(packed)
+    total = make_exchange(mesh)(packed, jnp.array(places, jnp.int32))
     expected = values[0]
     for row in values[1:]:
         expected = expected + row
@@ -74,7 +73,7 @@ def test_words_of_one_process_survive_a_sum_with_zeros():
     words = np.array([0x80000000, 0x7FC00001, 0xFFFFFFFF, 1], np.uint32)
     rows = np.stack([np.zeros_like(words), words, np.zeros_like(words)])
     packed = Packed({"uint32": jax.device_put(rows, NamedSharding(mesh, P("data", ("fsdp", "tensor"))))})
-    total = make_exchange(Clique(mesh, sub_mesh(1, 1), (0, 1, 2)), packed)(packed)
+    total = make_exchange(mesh)(packed, jnp.array([[0, 1, 2]] * 3, jnp.int32))
     np.testing.assert_array_equal(total.vectors["uint32"][0], words)
 
 
