@@ -6,6 +6,8 @@ options' device assignment, ``deserialize_executable``) and the constructor of `
 are used here alone.
 """
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -16,7 +18,7 @@ import pickle
 import platform
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -44,13 +46,44 @@ _TRUSTED = ("jax", "jaxlib", "numpy", "collections", "ml_dtypes")
 _TRUSTED_BUILTINS = {"frozenset", "set", "slice", "tuple", "list", "dict", "getattr", "bytearray", "complex"}
 
 
-def move_executable(compiled: jax.stages.Compiled, source: Mesh, target: Mesh) -> jax.stages.Compiled | None:
-    """The executable of ``source`` for the devices of ``target``, or None where the backend cannot do that."""
-    try:
-        serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
-        return _load(serialized, [device.id for device in source.devices.flat], target, in_tree, out_tree)
-    except _CANNOT:
-        return None
+@dataclasses.dataclass(frozen=True)
+class Portable:
+    """An executable as bytes, which can be loaded for other devices.
+
+    It is made of one that was compiled here: one that was loaded has lost its code on CPU, and only shows that when run.
+    """
+
+    serialized: bytes
+    ids: tuple[int, ...]
+    """Of the devices that it was compiled for."""
+    in_tree: Any
+    out_tree: Any
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled, mesh: Mesh) -> Self | None:
+        """Of an executable compiled for ``mesh``; None where the backend cannot do that."""
+        try:
+            serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
+        except _CANNOT:
+            return None
+        return cls(serialized, tuple(device.id for device in mesh.devices.flat), in_tree, out_tree)
+
+    def on(self, mesh: Mesh) -> jax.stages.Compiled | None:
+        """The executable for the devices of another mesh of the same shape; None where it cannot be loaded."""
+        try:
+            return _load(self.serialized, self.ids, mesh, self.in_tree, self.out_tree)
+        except _CANNOT:
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the store gives."""
+
+    compiled: jax.stages.Compiled
+    portable: Portable | None
+    is_new: bool
+    """Whether it had to be compiled."""
 
 
 class ExecutableStore:
@@ -70,40 +103,35 @@ class ExecutableStore:
                 f"{_SETTING} {directory}: cannot be made ({error.strerror}); set another directory"
             ) from error
 
-    def load_or_compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[jax.stages.Compiled, bool]:
-        """The executable of a lowered program on ``mesh``, and whether it had to be compiled.
+    def load_or_compile(self, lowered: jax.stages.Lowered, mesh: Mesh) -> Found:
+        """The executable of a lowered program on ``mesh``.
 
         One process compiles; others that want the same program wait for it.
         """
         key = _key(lowered, mesh)
         path = self._directory / f"{key}.executable"
         with locked(self._directory / key, setting=_SETTING):
-            found = self._read(path, lowered, mesh)
-            if found is not None:
-                return found, False
+            portable = self._read(path, lowered)
+            compiled = None if portable is None else portable.on(mesh)
+            if compiled is not None:
+                return Found(compiled, portable, is_new=False)
             compiled = lowered.compile()
-            self._write(path, compiled, mesh)
-            return compiled, True
+            portable = Portable.of(compiled, mesh)
+            if portable is not None:
+                with contextlib.suppress(OSError):  # the next process compiles again
+                    replace_file(path, json.dumps(portable.ids).encode() + b"\n" + portable.serialized)
+            return Found(compiled, portable, is_new=True)
 
-    def _read(self, path: pathlib.Path, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled | None:
+    def _read(self, path: pathlib.Path, lowered: jax.stages.Lowered) -> Portable | None:
         try:
             with path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
                     return None
                 header, serialized = file.readline(), file.read()
-            ids = json.loads(header)
-            return _load(serialized, ids, mesh, lowered.in_tree, lowered.out_tree)
-        except (OSError, *_CANNOT):
+            return Portable(serialized, tuple(json.loads(header)), lowered.in_tree, lowered.out_tree)
+        except (OSError, ValueError, TypeError):
             return None
-
-    def _write(self, path: pathlib.Path, compiled: jax.stages.Compiled, mesh: Mesh) -> None:
-        try:
-            serialized, _, _ = serialize_executable.serialize(compiled)
-            ids = json.dumps([device.id for device in mesh.devices.flat]).encode()
-            replace_file(path, ids + b"\n" + serialized)
-        except (OSError, *_CANNOT):  # the next process compiles again
-            return
 
 
 def open_store(setting: str) -> ExecutableStore | None:

@@ -5,14 +5,16 @@ start of a run; so the executable is compiled for the first sub-mesh and moved t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from mecefo_jax.executables import ExecutableStore, move_executable
+from mecefo_jax.executables import ExecutableStore, Portable
 from mecefo_jax.mesh import shardings
 
 
@@ -52,7 +54,7 @@ class NodeProgram:
     store: ExecutableStore | None = None
     compilations: int = 0
     _executables: dict[int, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
-    _origin: int | None = None
+    _portable: Portable | None = None
     _result: jax.tree_util.PyTreeDef | None = None
 
     def __call__(self, submesh: int, *args: Flat) -> Flat:
@@ -69,31 +71,26 @@ class NodeProgram:
             self._executables[submesh] = self._prepare(submesh, args)
 
     def _prepare(self, submesh: int, args: Sequence[Flat]) -> jax.stages.Compiled:
-        if self._origin is not None:
-            moved = move_executable(
-                self._executables[self._origin], self.submeshes[self._origin], self.submeshes[submesh]
-            )
-            if moved is not None:
-                return moved
-        else:
-            self._origin = submesh
-        return self._compile(self.submeshes[submesh], args)
+        moved = None if self._portable is None else self._portable.on(self.submeshes[submesh])
+        return self._compile(self.submeshes[submesh], args) if moved is None else moved
 
     def _compile(self, mesh: Mesh, args: Sequence[Flat]) -> jax.stages.Compiled:
-        structures = [arg.structure for arg in args]
-
-        def on_leaves(*leaves: list[jax.Array]) -> list[jax.Array]:
-            return jax.tree.leaves(self.function(*map(jax.tree.unflatten, structures, leaves)))
-
         with jax.set_mesh(mesh):
-            result = jax.eval_shape(self.function, *(arg.tree for arg in args))
-            self._result = jax.tree.structure(result)
-            out = jax.tree.leaves(shardings(mesh, result))
-            jitted = jax.jit(on_leaves, donate_argnums=self.donate, out_shardings=out)
+            traced = jax.jit(self.function).trace(*(arg.tree for arg in args))
+            self._result = jax.tree.structure(traced.out_info)
+            out = jax.tree.leaves(shardings(mesh, traced.out_info))
+            of_leaves = jaxpr_as_fun(traced.jaxpr)  # tracing the function once more would take as long again
+            jitted = jax.jit(
+                lambda *args: of_leaves(*itertools.chain(*args)), donate_argnums=self.donate, out_shardings=out
+            )
             lowered = jitted.lower(*(arg.leaves for arg in args))
-            if self.store is None:
-                self.compilations += 1
-                return lowered.compile()
-            compiled, is_new = self.store.load_or_compile(lowered, mesh)
-            self.compilations += is_new
+            if self.store is not None:
+                found = self.store.load_or_compile(lowered, mesh)
+                self._portable = found.portable
+                self.compilations += found.is_new
+                return found.compiled
+            self.compilations += 1
+            compiled = lowered.compile()
+            if self._portable is None and len(self.submeshes) > 1:
+                self._portable = Portable.of(compiled, mesh)
             return compiled

@@ -31,18 +31,20 @@ def store(tmp_path) -> ExecutableStore:
 
 
 def test_kept_for_other_devices(store):
-    first, is_new = store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
-    assert is_new
+    first = store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
+    assert first.is_new
     for number in (0, 3):
-        found, is_new = store.load_or_compile(lowered(mesh_of(number)), mesh_of(number))
-        assert not is_new
-        np.testing.assert_array_equal(run(found, mesh_of(number)), run(first, mesh_of(0)))
+        found = store.load_or_compile(lowered(mesh_of(number)), mesh_of(number))
+        assert not found.is_new
+        np.testing.assert_array_equal(run(found.compiled, mesh_of(number)), run(first.compiled, mesh_of(0)))
+        moved = found.portable.on(mesh_of(2))  # from what was found, as from what was compiled
+        np.testing.assert_array_equal(run(moved, mesh_of(2)), run(first.compiled, mesh_of(0)))
 
 
 def test_another_program_is_another_file(store, tmp_path):
     store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
-    _, is_new = store.load_or_compile(lowered(mesh_of(0), 3.0), mesh_of(0))
-    assert is_new and len(list((tmp_path / "store").glob("*.executable"))) == 2
+    found = store.load_or_compile(lowered(mesh_of(0), 3.0), mesh_of(0))
+    assert found.is_new and len(list((tmp_path / "store").glob("*.executable"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_what_is_not_an_own_whole_executable_is_compiled_again(store, tmp_path, 
     store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
     (path,) = (tmp_path / "store").glob("*.executable")
     harm(path)
-    compiled, is_new = store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
-    assert is_new
-    np.testing.assert_allclose(run(compiled, mesh_of(0)), 2 * np.sin(np.arange(3)), rtol=1e-6)
-    assert not store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))[1]
+    found = store.load_or_compile(lowered(mesh_of(0)), mesh_of(0))
+    assert found.is_new
+    np.testing.assert_allclose(run(found.compiled, mesh_of(0)), 2 * np.sin(np.arange(3)), rtol=1e-6)
+    assert not store.load_or_compile(lowered(mesh_of(0)), mesh_of(0)).is_new

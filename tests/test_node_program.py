@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mecefo_jax import node_program
+from mecefo_jax import executables
 from mecefo_jax.config import MeshConfig
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.node_program import Flat, NodeProgram
@@ -47,7 +47,7 @@ def test_moved_programs_still_donate():
 
 
 def test_compiles_for_each_submesh_where_executables_cannot_be_moved(monkeypatch):
-    monkeypatch.setattr(node_program, "move_executable", lambda *_: None)
+    monkeypatch.setattr(executables.Portable, "of", lambda *_: None)
     cluster = make_cluster(MeshConfig(num_nodes=3))
     program = NodeProgram(powers, cluster.submeshes)
     for index, mesh in enumerate(cluster.submeshes):

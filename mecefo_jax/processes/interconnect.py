@@ -35,7 +35,7 @@ from jaxtyping import Array, PyTree
 
 from mecefo_jax.config import MeshConfig
 from mecefo_jax.errors import RestartInPlaceError, StalledError
-from mecefo_jax.executables import ExecutableStore, move_executable
+from mecefo_jax.executables import ExecutableStore, Portable
 from mecefo_jax.mesh import partition_specs, stack, views
 from mecefo_jax.processes.runtime import LANES, Runtime, node_mesh
 
@@ -138,7 +138,7 @@ class Interconnect:
         self._runtime, self._shape = runtime, (mesh.fsdp, mesh.tensor)
         self._home = node_mesh(runtime.devices_of(runtime.process), *self._shape)
         self._reductions: dict[Any, jax.stages.Compiled] = {}
-        self._models: dict[Any, tuple[jax.stages.Compiled, Mesh]] = {}
+        self._portables: dict[Any, Portable | None] = {}
         self._lock = threading.Lock()
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="interconnect")
         self._expecting: concurrent.futures.Future[Any] | None = None
@@ -241,17 +241,21 @@ class Interconnect:
     def _ready(self, mesh: Mesh, shapes: Sequence[tuple[str, int]]) -> jax.stages.Compiled:
         """The exchange on a mesh: an executable for as many other devices, moved; else one from the store."""
         count = mesh.shape["data"]
-        if (count, shapes) in self._models:
-            moved = move_executable(*self._models[count, shapes], mesh)
-            if moved is not None:
-                return moved
+        portable = self._portables.get((count, shapes))
+        moved = None if portable is None else portable.on(mesh)
+        if moved is not None:
+            return moved
         sharding = NamedSharding(mesh, P("data", *_PACKED[1:]))
         vectors = {dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=sharding) for dtype, size in shapes}
         orders = jax.ShapeDtypeStruct((count, count), np.int32, sharding=NamedSharding(mesh, P("data")))
         lowered = make_exchange(mesh).lower(Packed(vectors), orders)
-        compiled = lowered.compile() if self._store is None else self._store.load_or_compile(lowered, mesh)[0]
-        self._models[count, shapes] = compiled, mesh
-        return compiled
+        if self._store is None:
+            compiled = lowered.compile()
+            self._portables[count, shapes] = Portable.of(compiled, mesh)
+            return compiled
+        found = self._store.load_or_compile(lowered, mesh)
+        self._portables[count, shapes] = found.portable
+        return found.compiled
 
 
 def _end_stuck() -> None:
