@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mecefo_jax.errors import RestartInPlaceError
+from mecefo_jax.executables import Portable
 from mecefo_jax.mesh import shardings
 from mecefo_jax.processes.interconnect import (
     Packed,
@@ -66,6 +67,29 @@ def test_the_sum_over_a_clique_is_that_of_its_processes_in_their_order(count, fs
     for shard in total.vectors["float32"].addressable_shards:  # on every device, bit for bit
         np.testing.assert_array_equal(np.asarray(shard.data)[0], expected[shard.index[1]])
     np.testing.assert_array_equal(total.vectors["int32"][0], counts.sum(axis=0))
+
+
+def test_an_exchange_moved_to_other_devices_in_another_order_sums_the_same():
+    grid = np.array(jax.devices()[:6]).reshape(2, 3, 1, 1)
+    values = np.random.default_rng(1).normal(size=(3, 8)).astype(np.float32)
+    meshes = [Mesh(part, ("data", "fsdp", "tensor")) for part in (grid[0], grid[1][::-1])]
+
+    def arguments(mesh: Mesh, places: list[int]):
+        sharding = NamedSharding(mesh, P("data", ("fsdp", "tensor")))
+        rows = np.empty_like(values)
+        rows[places] = values
+        return Packed({"float32": jax.device_put(rows, sharding)}), jax.device_put(
+            np.array([places] * 3, np.int32), NamedSharding(mesh, P("data"))
+        )
+
+    compiled = make_exchange(meshes[0]).lower(*arguments(meshes[0], [0, 1, 2])).compile()
+    portable = Portable.of(compiled, meshes[0])
+    assert portable is not None
+    moved = portable.on(meshes[1])
+    totals = [compiled(*arguments(meshes[0], [0, 1, 2])), moved(*arguments(meshes[1], [2, 0, 1]))]
+    for total, mesh in zip(totals, meshes, strict=True):
+        assert total.vectors["float32"].devices() == set(mesh.devices.flat)
+        np.testing.assert_array_equal(total.vectors["float32"][0], (values[0] + values[1]) + values[2])
 
 
 def test_words_of_one_process_survive_a_sum_with_zeros():

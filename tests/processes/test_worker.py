@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mecefo_jax.config import ClusterConfig, MeshConfig
+from mecefo_jax.executables import open_store
 from mecefo_jax.mesh import Work, make_cluster
 from mecefo_jax.processes.worker import Worker
 from mecefo_jax.state import init_sharded_state
@@ -32,7 +33,7 @@ ONE, FOUR = MeshConfig(num_nodes=8, num_submeshes=1), MeshConfig(num_nodes=8, fs
 
 def make_worker(config) -> Worker:
     mesh = make_cluster(config.mesh).submeshes[0]
-    worker = Worker(config, VOCAB, mesh)
+    worker = Worker(config, VOCAB, mesh, open_store(config.cluster.compile_cache))
     worker.state = init_sharded_state(config, VOCAB, mesh)
     return worker
 
