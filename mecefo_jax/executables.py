@@ -50,7 +50,7 @@ _TRUSTED_BUILTINS = {"frozenset", "set", "slice", "tuple", "list", "dict", "geta
 class Portable:
     """An executable as bytes, which can be loaded for other devices.
 
-    It is made of one that was compiled here: on CPU, one that was loaded has lost its code, which only running it shows.
+    It is made of one that was compiled here: on CPU, one that was loaded has lost its code, and fails only when run.
     """
 
     serialized: bytes

@@ -2,7 +2,8 @@
 
 Of a struck process: *detected* when the survivors noticed (``noticed`` of the ``failure`` event; for the coordinator,
 when the restart in place began), *recovered* when a step was committed without it, *rejoined* when a process took its
-node again (``recovery``; for the coordinator, the first step with all nodes).
+node again (``recovery``; for the coordinator, the first step with all nodes). *Stall* is what the others lost at that:
+the time of the three steps in which it came (they make room, hand the state over, connect), beyond three usual ones.
 """
 
 import statistics
@@ -12,8 +13,12 @@ from typing import Any
 from mecefo_jax.drill.conductor import Outcome, Struck
 from mecefo_jax.drill.schedule import COORDINATOR
 
+TIMES = ("detect_s", "recover_s", "rejoin_s", "stall_s")
+"""What is measured of each strike, in seconds."""
+
 _ROUNDING_S = 0.002
 """Events give times in milliseconds."""
+_STALLED_STEPS, _USUAL_STEPS = 3, 20
 _NO_PARTS = ("step", "attempt", "kind", "time", "node", "process")
 
 
@@ -72,7 +77,7 @@ def totals(outcome: Outcome, entries: Sequence[Mapping[str, Any]], audit: Mappin
         "wrong_records": audit["wrong_records"],
         "states_equal": audit["states"] == 1,
         "states_compared": audit["states_told"],
-        **{name: _spread(entries, name) for name in ("detect_s", "recover_s", "rejoin_s")},
+        **{name: _spread(entries, name) for name in TIMES},
         "steps_per_s": steps_per_second(outcome.rows),
         "deaths": kinds.count("died"),
         "restarts": kinds.count("restarted"),
@@ -182,6 +187,7 @@ def _of_node(struck: Struck, outcome: Outcome, failure: dict[str, Any] | None) -
         "recover_s": round(recovered - struck.at, 3),
         "rejoin_s": None if joined is None else round(joined["time"] - struck.at, 3),
         "rejoined_by": None if joined is None else joined["process"],
+        "stall_s": None if joined is None else _stall(outcome.rows, joined),
         "failure": {name: failure.get(name) for name in ("waited_s", "takeover_s", "cost_s", "recomputed")},
         "rejoin_parts": {} if joined is None else {n: v for n, v in joined.items() if n not in _NO_PARTS},
     }
@@ -204,9 +210,22 @@ def _of_coordinator(struck: Struck, outcome: Outcome, num_nodes: int) -> dict[st
     }
 
 
+def _stall(rows: Sequence[Mapping[str, Any]], recovery: Mapping[str, Any]) -> float | None:
+    """Seconds that the others lost when a process came back; None too close to a start or the end to tell."""
+    seen = {row["step"]: row["seen"] for row in rows if row["attempt"] == recovery["attempt"]}
+    before = recovery["step"] - 1  # steps done when it is let in; it takes part in the next but one
+    usual = [
+        seen[step + 1] - seen[step] for step in range(before - _USUAL_STEPS, before) if {step, step + 1} <= set(seen)
+    ]
+    last = before + _STALLED_STEPS
+    if not usual or not {before, last} <= set(seen):
+        return None
+    return round(seen[last] - seen[before] - _STALLED_STEPS * statistics.median(usual), 3)
+
+
 def _nothing() -> dict[str, Any]:
     """The entry of a strike that the run does not tell of."""
-    times = dict.fromkeys(("node", "detect_s", "recover_s", "rejoin_s", "rejoined_by"))
+    times = dict.fromkeys(("node", *TIMES, "rejoined_by"))
     return {**times, "failure": {}, "rejoin_parts": {}}
 
 

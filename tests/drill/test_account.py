@@ -65,6 +65,19 @@ def test_node_is_detected_recovered_and_back():
     assert entry["failure"]["recomputed"] == 2
 
 
+def test_stall_is_what_three_steps_took_too_long():
+    seen = [*(100 + 0.2 * step for step in range(10)), 102.5, 103.0, 103.4, 103.6]
+    back = recovery(2, 1, 103.0) | {"step": 11}
+    outcome = Outcome(
+        began=90.0, rows=rows(*seen), events=[failure(2, 1, 100.5, 100.7), back], struck=[struck(2, 100.5, 3)]
+    )
+    (entry,) = account(outcome, NODES, {})
+    assert entry["stall_s"] == pytest.approx(103.4 - 101.8 - 3 * 0.2)
+    outcome.rows = outcome.rows[:-2]
+    (entry,) = account(outcome, NODES, {})
+    assert entry["stall_s"] is None
+
+
 def test_row_that_appears_after_the_failure_event_is_the_later_one():
     outcome = Outcome(
         began=90.0, rows=rows(100.0, 102.5), events=[failure(2, 1, 101.2, 102.0)], struck=[struck(2, 101.0, 1)]
@@ -191,8 +204,8 @@ def test_totals():
     events = [{"kind": kind} for kind in ("started", "died", "died", "restarted", "restart_in_place", "finished")]
     outcome = Outcome(began=90.0, ended=131.0, exit_code=0, rows=rows(100.0, 101.0, 104.0), launcher_events=events)
     times = [
-        {"detect_s": 1.0, "recover_s": None, "rejoin_s": 4.0},
-        {"detect_s": 3.0, "recover_s": None, "rejoin_s": 4.5},
+        {"detect_s": 1.0, "recover_s": None, "rejoin_s": 4.0, "stall_s": None},
+        {"detect_s": 3.0, "recover_s": None, "rejoin_s": 4.5, "stall_s": None},
     ]
     sums = totals(outcome, times, WHOLE | {"states": 2})
     assert sums["detect_s"] == {"median": 2.0, "max": 3.0}

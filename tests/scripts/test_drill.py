@@ -1,11 +1,9 @@
 """The drill: what it refuses, what it shows, and one of them for real, with a node and the coordinator killed."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from mecefo_jax.config import (
     BasisConfig,
@@ -142,51 +140,6 @@ def test_baselines_meet_the_same_strikes(conducted, tmp_path):
     assert [config.faults.policy for config in configs] == ["neighbor", "drop", "neighbor"]
     assert configs[2].cluster.memory_every == 0 and configs[2].checkpoint.every == 20
     assert results["final"]["baselines"]["restart_from_checkpoint"]["how"].endswith("(each 20 steps)")
-
-
-def entry(**changes):
-    times = {"detect_s": 0.25, "recover_s": 1.5, "rejoin_s": 8.0, "rejoined_by": 2}
-    flags = {"passed_over": False, "was_running": True, "was_member": True}
-    return (
-        {"planned": "kill 2 @ step 30", "target": 2, "step": 31}
-        | times
-        | flags
-        | {
-            "steps_lost": 0,
-            "samples_lost": 0,
-            **changes,
-        }
-    )
-
-
-def test_table_says_what_happened_in_80_columns():
-    spread = {"median": 0.25, "max": None}
-    final = FIGURES | {name: spread for name in ("detect_s", "recover_s", "rejoin_s")}
-    final |= dict.fromkeys(("samples_lost", "samples_doubled", "wrong_records", "steps_repeated"), 0)
-    final |= dict.fromkeys(("deaths", "restarts", "restarts_in_place", "model_compilations_after_first_step"), 1)
-    final |= {"states_equal": False, "states_compared": 3, "loss_difference": -0.125, "passed": False}
-    final |= {"undisturbed": FIGURES | {"noise": 0.5}, "failed_because": ["the final states differ"]}
-    final["baselines"] = {"drop": FIGURES, "restart_from_checkpoint": FIGURES | {"eval_loss": None}}
-    run = {"name": "quickstart", "nodes": 4, "spares": 1, "commit": "abc", "date": "d", "machine": "m", "jax": "1"}
-    events = [
-        entry(),
-        entry(rejoined_by=5, planned="kill coordinator @ step 30", samples_lost=8),
-        entry(passed_over=True, detect_s=None),
-        entry(was_running=False, detect_s=None),
-        entry(rejoin_s=None, rejoined_by=None),
-    ]
-    console = Console(width=80, file=io.StringIO())
-    for table in drill.tables({"run": run, "events": events, "final": final}):
-        console.print(table)
-    lines = [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
-    assert "kill 2 @ step 30 31 0.25 s 1.50 s 8.00 s nothing".split() in lines
-    assert "kill coordinator @ step 30 31 0.25 s 1.50 s 8.00 s as 5 8".split() in lines, "it wraps in its last column"
-    assert "kill 2 @ step 30 31 passed over 1.50 s 8.00 s nothing".split() in lines
-    assert "kill 2 @ step 30 31 not running 1.50 s 8.00 s nothing".split() in lines
-    assert "kill 2 @ step 30 31 0.25 s 1.50 s - nothing".split() in lines
-    assert "restart 60 1,234 - 2.4000 0.50 3.00 20".split() in lines
-    assert "verdict NOT PASSED: the final states differ".split() in lines
-    assert "loss difference -0.1250 (noise of seeds: 0.5000)".split() in lines
 
 
 @pytest.fixture
