@@ -233,13 +233,15 @@ def _make_folder(folder: pathlib.Path) -> None:
 
 
 def _long_enough(drill: Drill, duration_s: float) -> Drill:
-    """With as many steps as an undisturbed run takes in a time; a short one tells how long a step takes."""
+    """With as many steps as an undisturbed run takes in a time, and data that lasts; a short one tells how long one is."""
     warmup = drill.config("probe").optim.warmup_steps or 0
     outcome = drill.changed(train__steps=str(max(_PROBE_STEPS, warmup + 1))).conduct("probe", ())
     if outcome.exit_code != 0:
         raise RunError(f"the short undisturbed run ended with exit code {outcome.exit_code}; see {drill.folder}/probe")
     steps = math.ceil(duration_s / usual_step_seconds(outcome.rows))
-    return drill.changed(train__steps=str(max(steps, warmup + 1)))
+    return drill.changed(
+        train__steps=str(max(steps, warmup + 1)), data__repeat=drill.settings.get("data.repeat", "true")
+    )
 
 
 def _run_all(drill: Drill, strikes: Sequence[Strike], options: argparse.Namespace) -> dict[str, Any]:
