@@ -233,7 +233,7 @@ def _make_folder(folder: pathlib.Path) -> None:
 
 
 def _long_enough(drill: Drill, duration_s: float) -> Drill:
-    """With as many steps as an undisturbed run takes in a time, and data that lasts; a short one tells how long one is."""
+    """With as many steps as an undisturbed run takes in a time, which a short one tells, and data that lasts."""
     warmup = drill.config("probe").optim.warmup_steps or 0
     outcome = drill.changed(train__steps=str(max(_PROBE_STEPS, warmup + 1))).conduct("probe", ())
     if outcome.exit_code != 0:
