@@ -18,7 +18,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -129,7 +129,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a committed checkpoint, ascending, whether or not it is still intact."""
-        return sorted(int(path.name) for path in self._entries() if path.name.isdecimal())
+        return _steps(self._entries())
 
     def restore(
         self, abstract_state: Any, *, validate: Callable[[dict[str, Any]], None] | None = None
@@ -153,7 +153,7 @@ class Checkpointer:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return step, *self._load(step, abstract_state, validate)
+                return step, *_load(self._directory / str(step), abstract_state, validate)
             except UnreadableError as error:
                 self._report_unreadable(step, str(error))
         if steps:
@@ -163,28 +163,6 @@ class Checkpointer:
                 "put the missing files back, or start afresh with another --workdir"
             )
         return None
-
-    def _load(
-        self, step: int, abstract_state: Any, validate: Callable[[dict[str, Any]], None] | None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Verifies and loads one checkpoint."""
-        path = self._directory / str(step)
-        manifest = read_manifest(path)
-        if validate is not None:
-            validate(manifest["metadata"])
-        abstract = _flatten(abstract_state)
-        _check_arrays(path, manifest["arrays"], _describe(abstract))
-        verify_files(path, manifest["files"])
-        placed = {name: _placed(leaf) for name, leaf in abstract.items()}
-        try:
-            with _context():
-                loaded = ocp.load(path, {name: leaf for name, leaf in placed.items() if leaf.size})
-            arrays = cast(dict[str, Any], loaded)
-        except Exception as error:
-            raise UnreadableError(_one_line(error)) from error
-        # Orbax refuses arrays without elements; there is nothing in them to save.
-        leaves = [arrays[name] if leaf.size else _empty(leaf) for name, leaf in placed.items()]
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract_state), leaves), manifest["metadata"]
 
     def _commit(
         self, response: ocp.AsyncResponse[None], saving: pathlib.Path, contents: dict[str, Any]
@@ -242,12 +220,7 @@ class Checkpointer:
         return [path for path, match in matches if match and step in (None, int(match[1]))]
 
     def _entries(self) -> list[pathlib.Path]:
-        try:
-            return sorted(path for path in self._directory.iterdir() if path.is_dir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"cannot look into {self._directory}: {_one_line(error)}") from error
+        return _entries(self._directory)
 
     def _report_failed(self, step: int, error: Exception) -> None:
         with contextlib.suppress(CheckpointError):  # the directory itself may be gone; room is made where it is not
@@ -259,6 +232,75 @@ class Checkpointer:
     def _report_unreadable(self, step: int, reason: str) -> None:
         self._unreadable.add(step)
         self._on_event("checkpoint_unreadable", {"step": step, "reason": reason})
+
+
+def read_checkpoint(directory: pathlib.Path, step: int | None, abstract: Any) -> tuple[int, Any, dict[str, Any]]:
+    """Reads a part of a checkpoint, and changes nothing in the directory, so that a run may be writing there.
+
+    Args:
+      directory: of a run's checkpoints.
+      step: which one; None: the newest that is intact.
+      abstract: pytree of ``jax.ShapeDtypeStruct``, of leaves with the paths of those to read.
+
+    Returns:
+      ``(step, tree, metadata)``.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it cannot be read.
+    """
+    steps, reasons = _steps(_entries(directory)), []
+    if not steps or step not in (None, *steps):
+        wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        found = f"; there are steps {', '.join(map(str, steps))}" if steps else ""
+        raise CheckpointError(f"no {wanted} in {directory}{found}")
+    for candidate in reversed(steps) if step is None else [step]:
+        try:
+            return candidate, *_load(directory / str(candidate), abstract, None, partial=True)
+        except UnreadableError as error:
+            reasons.append(f"step {candidate}: {error}")
+    raise CheckpointError(f"none of the checkpoints in {directory} can be read: {'; '.join(reasons)}")
+
+
+def _load(
+    path: pathlib.Path,
+    abstract_state: Any,
+    validate: Callable[[dict[str, Any]], None] | None,
+    *,
+    partial: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Verifies and loads one checkpoint, or the part of it that is in ``abstract_state``."""
+    manifest = read_manifest(path)
+    if validate is not None:
+        validate(manifest["metadata"])
+    abstract = _flatten(abstract_state)
+    saved = {name: array for name, array in manifest["arrays"].items() if not partial or name in abstract}
+    _check_arrays(path, saved, _describe(abstract))
+    verify_files(path, manifest["files"])
+    placed = {name: _placed(leaf) for name, leaf in abstract.items()}
+    context = _context()
+    context.pytree.loading.partial_load = partial
+    try:
+        with context:
+            loaded = ocp.load(path, {name: leaf for name, leaf in placed.items() if leaf.size})
+        arrays = cast(dict[str, Any], loaded)
+    except Exception as error:
+        raise UnreadableError(_one_line(error)) from error
+    # Orbax refuses arrays without elements; there is nothing in them to save.
+    leaves = [arrays[name] if leaf.size else _empty(leaf) for name, leaf in placed.items()]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract_state), leaves), manifest["metadata"]
+
+
+def _entries(directory: pathlib.Path) -> list[pathlib.Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if path.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {directory}: {_one_line(error)}") from error
+
+
+def _steps(entries: Iterable[pathlib.Path]) -> list[int]:
+    return sorted(int(path.name) for path in entries if path.name.isdecimal())
 
 
 def _context() -> ocp.Context:

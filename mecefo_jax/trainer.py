@@ -26,6 +26,7 @@ from mecefo_jax.state import abstract_state, init_sharded_state
 from mecefo_jax.step import StepMetrics
 from mecefo_jax.stopping import StopRequest, stop_requests
 from mecefo_jax.takeover import Plan
+from mecefo_jax.trained import keep_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
         trainer = Trainer(config, workdir, inputs, log)
         if not trainer.is_finished:  # a finished run stays what it was
             save_config(config, workdir / "config.json")
+            keep_tokenizer(workdir, inputs.prepared.tokenizer)
         with contextlib.closing(trainer):
             return trainer.run(stop)
 

@@ -29,6 +29,7 @@ from mecefo_jax.progress import Progress
 from mecefo_jax.report import write_report
 from mecefo_jax.state import init_sharded_state
 from mecefo_jax.takeover import Plan, make_plan
+from mecefo_jax.trained import keep_tokenizer
 
 
 class Holding:
@@ -97,6 +98,7 @@ class Holding:
             parts.log.event("already_finished", self.step, steps=parts.config.train.steps)
         else:
             save_config(parts.config, parts.workdir / "config.json")
+            keep_tokenizer(parts.workdir, parts.inputs.prepared.tokenizer)
             if parts.config.eval.every and not len(parts.inputs.held_out):
                 parts.log.event("not_evaluated", self.step, reason="no held-out text")
 
