@@ -18,6 +18,8 @@ TIMES = ("detect_s", "recover_s", "rejoin_s", "stall_s")
 
 _ROUNDING_S = 0.002
 """Events give times in milliseconds."""
+_TOLD_LATE_S = 30.0
+"""A process that had just become a member when it was struck is told of as failed by then."""
 _STALLED_STEPS, _USUAL_STEPS = 3, 20
 _NO_PARTS = ("step", "attempt", "kind", "time", "node", "process")
 
@@ -154,8 +156,8 @@ def _failures(outcome: Outcome) -> dict[int, dict[str, Any]]:
             for _, other in strikes[index + 1 :]
             if other.strike.target == process and (other.was_member or not struck.was_member)
         ]
-        # Once it is back, or struck again, a failure is another one.
-        before = min(back + again, default=float("inf"))
+        # Once it is back, or struck again, a failure is another one; so it is long after one who was no member.
+        before = min(back + again + ([] if struck.was_member else [struck.at + _TOLD_LATE_S]), default=float("inf"))
         candidates = [
             event
             for event in events

@@ -78,6 +78,18 @@ def test_stall_is_what_three_steps_took_too_long():
     assert entry["stall_s"] is None
 
 
+@pytest.mark.parametrize(("noticed", "is_its"), [(112.0, True), (141.0, False)])
+def test_strike_of_a_waiting_process_is_not_blamed_for_a_death_long_after(noticed, is_its):
+    outcome = Outcome(
+        began=90.0,
+        rows=rows(100.0, 150.0),
+        events=[failure(4, 1, noticed, noticed + 0.1)],
+        struck=[struck(4, 110.0, 1, was_member=False)],
+    )
+    (entry,) = account(outcome, NODES, {})
+    assert (entry["node"] is not None) == is_its
+
+
 def test_row_that_appears_after_the_failure_event_is_the_later_one():
     outcome = Outcome(
         began=90.0, rows=rows(100.0, 102.5), events=[failure(2, 1, 101.2, 102.0)], struck=[struck(2, 101.0, 1)]
