@@ -18,7 +18,7 @@ TIMES = ("detect_s", "recover_s", "rejoin_s", "stall_s")
 
 _ROUNDING_S = 0.002
 """Events give times in milliseconds."""
-_TOLD_LATE_S = 30.0
+_TOLD_LATE_S = 60.0
 """A process that had just become a member when it was struck is told of as failed by then."""
 _STALLED_STEPS, _USUAL_STEPS = 3, 20
 _NO_PARTS = ("step", "attempt", "kind", "time", "node", "process")

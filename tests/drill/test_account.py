@@ -78,11 +78,11 @@ def test_stall_is_what_three_steps_took_too_long():
     assert entry["stall_s"] is None
 
 
-@pytest.mark.parametrize(("noticed", "is_its"), [(112.0, True), (141.0, False)])
+@pytest.mark.parametrize(("noticed", "is_its"), [(112.0, True), (171.0, False)])
 def test_strike_of_a_waiting_process_is_not_blamed_for_a_death_long_after(noticed, is_its):
     outcome = Outcome(
         began=90.0,
-        rows=rows(100.0, 150.0),
+        rows=rows(100.0, 180.0),
         events=[failure(4, 1, noticed, noticed + 0.1)],
         struck=[struck(4, 110.0, 1, was_member=False)],
     )
