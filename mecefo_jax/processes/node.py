@@ -17,6 +17,7 @@ from mecefo_jax.processes.agreement import Decision, Facts, Rules, View, decide,
 from mecefo_jax.processes.holding import Holding
 from mecefo_jax.processes.interconnect import Packed
 from mecefo_jax.processes.parts import Parts
+from mecefo_jax.processes.runtime import Runtime
 from mecefo_jax.stopping import StopRequest
 
 _FAILED_ROUNDS = 20
@@ -222,21 +223,11 @@ class Node:
         parts.runtime.publish(f"measured/{self._me}", json.dumps(parts.measured | transfer))
 
     def _wait_for_handover(self, decision: Decision) -> str | None:
-        """What the source says once it is about to send; None if it has died or all others have got on without it."""
-        runtime, cluster = self._parts.runtime, self._parts.config.cluster
-        others = set(decision.view.members) - {decision.source, *decision.newcomers}
-        deadline = time.monotonic() + cluster.progress_seconds
+        cluster = self._parts.config.cluster
         with self._parts.slow("waiting for the state"):
-            while time.monotonic() < deadline:
-                text = runtime.wait_for(_handover_key(decision), 0.25)
-                if text is not None:
-                    return text
-                ended = {int(process) for process in runtime.lookup(f"facts/{decision.view.round}")}
-                if decision.source in ended:
-                    return None
-                if others and others <= ended:
-                    deadline = min(deadline, time.monotonic() + cluster.collective_seconds)
-        return None
+            return wait_for_handover(
+                self._parts.runtime, decision, cluster.progress_seconds, cluster.collective_seconds
+            )
 
     # Ends
 
@@ -280,6 +271,29 @@ def take_part(parts: Parts, stop: StopRequest) -> None:
         parts.runtime.publish("run/ended", str(error.exit_code))
         raise
     parts.runtime.publish("run/ended", "0")
+
+
+def wait_for_handover(runtime: Runtime, decision: Decision, longest_seconds: float, alone_seconds: float) -> str | None:
+    """What the source says once it is about to send the state; None if it will not.
+
+    Args:
+        runtime: of a newcomer.
+        decision: of the round in which the state is sent.
+        longest_seconds: how long to wait for the source.
+        alone_seconds: how long to wait once all others have ended the round.
+    """
+    others = set(decision.view.members) - {decision.source, *decision.newcomers}
+    deadline = time.monotonic() + longest_seconds
+    while time.monotonic() < deadline:
+        text = runtime.wait_for(_handover_key(decision), 0.25)
+        if text is not None:
+            return text
+        ended = {int(process) for process in runtime.lookup(f"facts/{decision.view.round}")}
+        if decision.source in ended:
+            return None
+        if others and others <= ended:
+            deadline = min(deadline, time.monotonic() + alone_seconds)
+    return None
 
 
 def _handover_key(decision: Decision) -> str:

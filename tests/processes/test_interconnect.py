@@ -1,6 +1,7 @@
 """Packed trees, sums over cliques of emulated processes, and arrangements that never come twice."""
 
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mecefo_jax.config import MeshConfig
 from mecefo_jax.errors import RestartInPlaceError
 from mecefo_jax.executables import Portable
 from mecefo_jax.mesh import shardings
+from mecefo_jax.processes import interconnect
 from mecefo_jax.processes.interconnect import (
+    Interconnect,
     Packed,
     arrangement,
     as_words,
@@ -131,3 +135,33 @@ def test_dtypes_are_packed_apart():
         back = jax.jit(lambda packed: unpack(packed, tree))(packed)
     assert {dtype: vector.shape for dtype, vector in packed.vectors.items()} == {"float32": (1, 7), "int32": (1, 1)}
     assert_trees_equal(tree, back)
+
+
+class Lonely:
+    """A runtime of this process, whose fellow never comes."""
+
+    process = 1
+
+    def __init__(self) -> None:
+        self.given_up: list = []
+
+    def devices_of(self, process: int) -> list[jax.Device]:
+        return jax.devices()[2 * process - 2 : 2 * process]
+
+    def give_up_connecting(self, cliques) -> None:
+        self.given_up.append(cliques)
+
+
+def test_who_connects_to_the_dead_gives_up_and_then_ends(monkeypatch):
+    ended, runtime = threading.Event(), Lonely()
+    monkeypatch.setattr(interconnect, "_end_stuck", ended.set)
+    monkeypatch.setattr(interconnect, "LANES", 2)
+    links = Interconnect(runtime, MeshConfig(num_nodes=2), patience=0.1)
+    clique = links.clique(0, (1, 2))
+    with links._connecting(clique):
+        assert ended.wait(30)
+    assert runtime.given_up == [[list(clique.mesh.devices.flat)]]
+    ended.clear()
+    with links._connecting(clique):  # it is connected now: its reductions may take as long as they do
+        assert not ended.wait(1.5)
+    assert len(runtime.given_up) == 1
