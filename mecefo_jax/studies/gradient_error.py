@@ -1,0 +1,297 @@
+"""Relative error of a step's gradient against the exact one, along the exact run: by policy, basis, rank and period.
+
+The run itself is failure-free. At some of its steps, failures are put on trial: the step's gradient under the plan that
+a policy makes of them is compared with the exact gradient of the same step. Bases are exact ones (by SVD), of the
+weight or of Adam's first moment as they were at the last refresh before the step.
+
+The gradient under a plan is put together from sums over microbatches, which add up: all of them exact, less the exact
+ones of those that are degraded, plus the degraded ones.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from mecefo_jax.batches import BatchPlacer
+from mecefo_jax.config import Config
+from mecefo_jax.degraded.basis import top_left_singular_vectors
+from mecefo_jax.executor import Executor
+from mecefo_jax.inputs import open_inputs
+from mecefo_jax.membership import run_degraded_cost
+from mecefo_jax.mesh import Work, make_cluster
+from mecefo_jax.model import Model, attention_mask, ffn_kernel_mask
+from mecefo_jax.optimizer import first_moment
+from mecefo_jax.state import TrainState, init_sharded_state
+from mecefo_jax.step import LayerMasks, Sums, average_gradients, node_gradients
+from mecefo_jax.takeover import Plan, make_plan
+
+GROUPS = ("all", "feed-forward", "attention", "rest")
+"""Parameter groups: all; kernels of feed-forwards; attention and norm1; embedding, head and the other norms."""
+_SOURCES = ("weight", "momentum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What is tried at a step."""
+
+    down: int
+    """Units that are down, neighbours or not, drawn at random."""
+    policy: str
+    source: str | None = None
+    """Of the bases; None: the plan degrades nothing, so that there are none."""
+    rank: int | None = None
+    period: int | None = None
+    """Steps between refreshes."""
+
+
+def trials(config: Config) -> list[Trial]:
+    """One unit down and an eighth of all; ranks and periods around the config's own, on the policy ``neighbor``."""
+    units = config.mesh.num_nodes * config.faults.num_stages
+    rank, period = config.basis.rank, config.basis.refresh_every
+    found = []
+    for down in (1, units // 8):
+        found.append(Trial(down, "drop"))
+        for policy, source in itertools.product(("neighbor", "balanced"), _SOURCES):
+            found.append(Trial(down, policy, source, rank, period))
+        others = [(other, period) for other in (rank // 4, rank // 2, 2 * rank, 4 * rank) if other]
+        others += [(rank, other) for other in (1, 4 * period, 16 * period)]
+        for source, (other_rank, other_period) in itertools.product(_SOURCES, others):
+            found.append(Trial(down, "neighbor", source, other_rank, other_period))
+    return found
+
+
+def measure(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Train without failures and try failures at ten steps; minutes, and not resumed."""
+    del workdir
+    inputs = open_inputs(config)
+    cluster = make_cluster(config.mesh)
+    executor = Executor(config, cluster, init_sharded_state(config, inputs.vocab_size, cluster.submeshes[0]))
+    healthy = _plan(config, inputs.vocab_size, np.ones((config.mesh.num_nodes, config.faults.num_stages), bool), "drop")
+    step_error = StepError(config, inputs.vocab_size, functools.partial(_microbatch, inputs.sampler.microbatch))
+    tried, rows = trials(config), []
+    periods = {trial.period for trial in tried if trial.period is not None}
+    every = max(config.train.steps // 10, 1)
+    for step in range(config.train.steps):
+        state = executor.state
+        step_error.remember(step, state, [period for period in periods if step % period == 0])
+        if step and step % every == 0:
+            rows += [{"step": step} | row for row in step_error(step, state, tried)]
+        executor.train_step(step, healthy, inputs.sampler.microbatch)
+    return rows
+
+
+def _microbatch(source: Callable[[int, int], np.ndarray], step: int, number: int) -> np.ndarray:
+    return source(step, number)
+
+
+class StepError:
+    """Errors of one step's gradient under trials."""
+
+    def __init__(self, config: Config, vocab_size: int, microbatch: Callable[[int, int], np.ndarray]) -> None:
+        """For the steps of a run."""
+        self._config, self._vocab_size, self._microbatch = config, vocab_size, microbatch
+        self._mesh = make_cluster(config.mesh).submeshes[0]
+        self._place = BatchPlacer(config, self._mesh, config.num_microbatches)
+        self._masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
+        self._gradients = jax.jit(
+            lambda params, bases, batch: node_gradients(params, bases, batch, config, self._masks)
+        )
+        self._seen: dict[tuple[int, str], PyTree] = {}
+
+    def remember(self, step: int, state: TrainState, periods: Sequence[int]) -> None:
+        """Keep what bases that are refreshed now are made of."""
+        for period in periods:
+            for source, tree in (("weight", state.params), ("momentum", first_moment(state.opt_state))):
+                if source == "weight" or step:  # at first there is no moment, and no failure is tried so early
+                    self._seen[period, source] = jax.tree.map(np.asarray, tree)
+
+    def __call__(self, step: int, state: TrainState, tried: Sequence[Trial]) -> list[dict[str, Any]]:
+        """A row for each trial and parameter group."""
+        live_of = {down: _draw(self._config, step, down) for down in {trial.down for trial in tried}}
+        exact = self._sums(step, state.params, None, np.arange(self._config.num_microbatches), None)
+        reference = average_gradients(exact)
+        rows = []
+        for trial in tried:
+            plan = _plan(self._config, self._vocab_size, live_of[trial.down], trial.policy)
+            approximate = average_gradients(self._under(step, state.params, exact, plan, trial))
+            errors = relative_errors(approximate, reference)
+            rows += [dataclasses.asdict(trial) | {"group": name, "error": value} for name, value in errors.items()]
+        return rows
+
+    def _under(self, step: int, params: Model, exact: Sums, plan: Plan, trial: Trial) -> Sums:
+        """The step's sums under a plan."""
+        sums = exact
+        for numbers in (plan.dropped, plan.degraded):
+            if len(numbers):
+                sums = jax.tree.map(np.subtract, sums, self._sums(step, params, None, numbers, None))
+        if len(plan.degraded):
+            assert trial.source is not None and trial.rank is not None
+            bases = _bases(self._seen[trial.period or 1, trial.source], params, trial.rank)
+            sums = jax.tree.map(np.add, sums, self._sums(step, params, bases, plan.degraded, plan))
+        return sums
+
+    def _sums(self, step: int, params: Model, bases: PyTree | None, numbers: np.ndarray, plan: Plan | None) -> Sums:
+        """Over some microbatches, as the plan degrades them; None: exactly."""
+        layers = self._config.model.num_layers
+        nothing = np.zeros((self._config.num_microbatches, layers), bool)
+        none, ids = np.array([], np.int64), np.asarray(numbers, np.int64)
+        work = Work(ids, none) if plan is None else Work(none, ids)
+        degraded_ML = nothing if plan is None else plan.degraded_layers(layers)
+        batch = self._place(work, degraded_ML, functools.partial(self._microbatch, step))
+        if bases is None:
+            bases = _bases(params, params, 1)
+        return jax.device_get(self._gradients(params, bases, batch))
+
+
+def relative_errors(approximate: Model, exact: Model) -> dict[str, float]:
+    """``||approximate - exact|| / ||exact||`` (Frobenius) over all parameters, and over each group."""
+    attention, kernels = attention_mask(exact), ffn_kernel_mask(exact)
+    masks = {
+        "all": jax.tree.map(lambda _: True, attention),
+        "feed-forward": kernels,
+        "attention": attention,
+        "rest": jax.tree.map(lambda a, b: not (a or b), attention, kernels),
+    }
+    return {name: _ratio(approximate, exact, mask) for name, mask in masks.items()}
+
+
+def _ratio(approximate: PyTree, exact: PyTree, mask: PyTree) -> float:
+    pairs = zip(jax.tree.leaves(approximate), jax.tree.leaves(exact), jax.tree.leaves(mask), strict=True)
+    chosen = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b, is_in in pairs if is_in]
+    return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in chosen) / sum((b**2).sum() for _, b in chosen)))
+
+
+def _bases(sources: PyTree, params: Model, rank: int) -> PyTree:
+    """Exact bases of the feed-forward kernels, None elsewhere."""
+    basis = jax.jit(top_left_singular_vectors, static_argnames="rank")
+    return jax.tree.map(
+        lambda is_kernel, source: basis(source, rank=rank) if is_kernel else None, ffn_kernel_mask(params), sources
+    )
+
+
+def _draw(config: Config, step: int, down: int) -> np.ndarray:
+    """Random units that are down; at least one node has all of them live."""
+    live_NS = np.ones((config.mesh.num_nodes, config.faults.num_stages), bool)
+    rng = np.random.default_rng([config.train.seed, step, down])
+    live_NS.flat[rng.choice(live_NS.size, down, replace=False)] = False
+    return live_NS
+
+
+def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str) -> Plan:
+    return make_plan(
+        live_NS,
+        policy,
+        microbatches_per_node=config.train.microbatches_per_node,
+        degraded_cost=run_degraded_cost(config, vocab_size),
+        slack=config.faults.slack,
+    )
+
+
+def cells(quick: bool) -> list[Cell]:
+    """1M, both kinds of units, three seeds; 5M, one seed."""
+    granularities: tuple[Granularity, ...] = ("node", "stage")
+    wanted = [("1M", fails, 0) for fails in granularities]
+    if not quick:
+        wanted += [("1M", fails, seed) for fails in granularities for seed in (1, 2)]
+        wanted += [("5M", fails, 0) for fails in granularities]
+    return [
+        Cell(
+            labels={"size": size, "fails": fails, "seed": seed},
+            config=small_run(size, fails, seed=seed, quick=quick),
+            measure=measure,
+        )
+        for size, fails, seed in wanted
+    ]
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Policies and bases at the config's own rank and period; then ranks and periods."""
+    parts = [
+        "Relative error of the step's gradient against the exact one (Frobenius norms): the median over ten steps of "
+        f"the run and over seeds. Of {NODES} nodes, or of {REPLICAS} x {STAGES} pipeline stages, one unit or an eighth "
+        "of all is down, drawn at random. `reroute` is exact. `drop` leaves out what others approximate: its error is "
+        "that of a smaller sample."
+    ]
+    for size, fails in dict.fromkeys((row["size"], row["fails"]) for row in rows):
+        chosen = [row for row in rows if (row["size"], row["fails"]) == (size, fails)]
+        rank, period = _own(chosen)
+        parts.append(f"### {size} parameters; {fails}s fail; rank {rank}, refreshed each {period} steps")
+        parts.append(_policy_table(chosen, rank, period))
+        parts.append("Feed-forward kernels under `neighbor` at other ranks and periods, an eighth of the units down:")
+        parts.append(_basis_table(chosen, rank, period))
+    return "\n\n".join(parts)
+
+
+def _own(rows: Sequence[Row]) -> tuple[int, int]:
+    """Rank and period at which policies are compared: those of ``balanced``."""
+    row = next(row for row in rows if row["policy"] == "balanced")
+    return row["rank"], row["period"]
+
+
+def _policy_table(rows: Sequence[Row], rank: int, period: int) -> str:
+    lines = []
+    for down in sorted({row["down"] for row in rows}):
+        for policy, source in (("drop", None), *itertools.product(("neighbor", "balanced"), _SOURCES)):
+            like = {"down": down, "policy": policy, "source": source}
+            if source is not None:
+                like |= {"rank": rank, "period": period}
+            errors = [_median(rows, like | {"group": group}) for group in GROUPS]
+            lines.append([down, policy, source or "-", *(f"{error:.3f}" for error in errors)])
+    return table(["down", "policy", "basis of", *GROUPS], lines, left=3)
+
+
+def _basis_table(rows: Sequence[Row], rank: int, period: int) -> str:
+    down = max(row["down"] for row in rows)
+    neighbor = [row for row in rows if row["policy"] == "neighbor" and row["down"] == down]
+    lines = []
+    for other_rank, other_period in sorted({(row["rank"], row["period"]) for row in neighbor}):
+        if rank != other_rank and period != other_period:
+            continue
+        like = {"rank": other_rank, "period": other_period, "group": "feed-forward"}
+        errors = [_median(neighbor, like | {"source": source}) for source in _SOURCES]
+        ratio = errors[1] / errors[0]
+        lines.append([other_rank, other_period, *(f"{error:.3f}" for error in errors), f"{ratio:.2f}"])
+    return table(["rank", "period", *_SOURCES, "momentum / weight"], lines, left=2)
+
+
+def _median(rows: Sequence[Row], like: Mapping[str, Any]) -> float:
+    return float(np.median([row["error"] for row in rows if all(row[name] == value for name, value in like.items())]))
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Errors over training, of all parameters, an eighth of the units down."""
+    panels = list(dict.fromkeys((row["size"], row["fails"]) for row in rows))
+    figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
+    for axes, (size, fails) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        chosen = [row for row in rows if (row["size"], row["fails"], row["group"]) == (size, fails, "all")]
+        rank, period = _own(chosen)
+        down = max(row["down"] for row in chosen)
+        steps = sorted({row["step"] for row in chosen})
+        for policy, source in (("drop", None), *itertools.product(("neighbor", "balanced"), _SOURCES)):
+            like: dict[str, Any] = {"down": down, "policy": policy, "source": source}
+            like |= {} if source is None else {"rank": rank, "period": period}
+            errors = [_median(chosen, like | {"step": step}) for step in steps]
+            axes.plot(steps, errors, marker=".", label=policy if source is None else f"{policy}, {source}")
+        axes.set_title(f"{size}, {down} {fails}s down", fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylabel("relative error of the gradient")
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+STUDY = Study(
+    title="Error of the gradient",
+    cells=cells,
+    columns=("size", "fails", "seed", "step", "down", "policy", "source", "rank", "period", "group", "error"),
+    report=report,
+    plot=plot,
+)

@@ -1,0 +1,54 @@
+"""Rows of studies as CSV: the result, and the memory by which a study goes on where it was interrupted."""
+
+import csv
+import io
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from mecefo_jax.config_file import replace_file
+from mecefo_jax.errors import DataError
+
+KEY, COMMIT, DATE = "key", "commit", "date"
+"""Columns that every row has besides the study's own: of which cell it is, and when it was measured with what."""
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file; none where there is no file. Numbers are numbers again, what was empty is None.
+
+    Raises:
+        DataError: it is no CSV of a study.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if rows and KEY not in rows[0]:
+        raise DataError(f"{path}: has no column {KEY}, so it is not a study's; delete it, or set another --out")
+    return [{name: _value(text) for name, text in row.items()} for row in rows]
+
+
+def write(path: pathlib.Path, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Replace the file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns, KEY, COMMIT, DATE], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
+    replace_file(path, text.getvalue().encode())
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _value(text: str) -> Any:
+    if text == "":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

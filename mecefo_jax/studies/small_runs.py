@@ -1,0 +1,107 @@
+"""The small runs that studies are made of: two sizes, two kinds of failing units, the paper's scenarios in steps.
+
+Real text (the source of Python's standard library) as 258 byte tokens. Models are as deep as the paper's pipelines have
+stages, so that a stage is a layer. The rank of the bases is an eighth of the hidden size, as 128 is of 1024.
+
+Scenarios keep the paper's proportions. Its longest run (7B, 15.7 billion tokens) takes 44 hours on 32 accelerators of
+312 TFLOP/s at 40% utilization (an estimate: the paper's own time is not known here), in which there are 88 failures
+under ``high``, 2.75 for each of 32 units. Each run here is declared to last these 44 hours, whatever its steps. Nodes
+are 16 in place of 32, so that each has 8 microbatches; together they fail half as often, and each just as often.
+"""
+
+import pathlib
+from typing import Any, Literal
+
+from mecefo_jax.config import (
+    BasisConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    FaultsConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from mecefo_jax.faults import scenario as scenarios
+
+Size = Literal["1M", "5M"]
+Granularity = Literal["node", "stage"]
+
+HOURS = 44.0
+"""Declared length of every run."""
+NODES, REPLICAS, STAGES = 16, 4, 8
+"""Units that fail: whole nodes, or the stages of 4 nodes."""
+UNITS_OF_PAPER = 32
+_SEQ_LEN, _SEQUENCES = 64, 128
+_MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
+_STEPS = {"1M": 200, "5M": 120}
+_LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
+
+
+def small_run(
+    size: Size,
+    granularity: Granularity,
+    *,
+    seed: int,
+    quick: bool = False,
+    scenario: str = "none",
+    frequency: float = 1.0,
+    **faults: Any,
+) -> Config:
+    """A run of a study.
+
+    Args:
+        size: parameters, about.
+        granularity: what fails.
+        seed: of initialization, data and failures.
+        quick: whether it is to be over in seconds.
+        scenario: the paper's low, mid or high; or another one of ``FaultsConfig``.
+        frequency: divides the scenario's times.
+        faults: of ``FaultsConfig``.
+    """
+    hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[size]
+    steps = 8 if quick else _STEPS[size]
+    nodes, units = (NODES, NODES) if granularity == "node" else (REPLICAS, REPLICAS * STAGES)
+    settings: dict[str, Any] = {} if granularity == "node" else {"granularity": "stage", "num_stages": STAGES}
+    if scenario in scenarios.HOURS:
+        hours_between, hours_down = scenarios.HOURS[scenario]
+        settings |= {
+            "scenario": "steps",
+            "fail_every_steps": hours_between * UNITS_OF_PAPER / units * steps / HOURS / frequency,
+            "back_after_steps": hours_down * steps / HOURS / frequency,
+        }
+    else:
+        settings["scenario"] = scenario
+    return Config(
+        name=f"study_{size}",
+        model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
+        data=DataConfig(source="builtin", tokenizer="bytes", seq_len=_SEQ_LEN),
+        mesh=MeshConfig(num_nodes=nodes, num_submeshes=1),
+        train=TrainConfig(steps=steps, microbatch_size=1, microbatches_per_node=_SEQUENCES // nodes, seed=seed),
+        optim=OptimConfig(learning_rate=_LEARNING_RATES[size]),
+        basis=BasisConfig(rank=max(hidden // 8, 1), refresh_every=5),
+        faults=FaultsConfig(**(settings | faults)),
+        checkpoint=CheckpointConfig(every=max(steps // 4, 1), keep=1),
+        eval=EvalConfig(every=0, batches=8 if quick else None),
+    )
+
+
+TRAINED_COLUMNS = (
+    "eval_loss",
+    "eval_perplexity",
+    "tokens",
+    "failures",
+    "degraded_token_fraction",
+    "mean_critical_load",
+)
+"""Of the rows of ``train``."""
+
+
+def train(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Train, going on from where a checkpoint is; one row of what ``summary.json`` tells."""
+    from mecefo_jax import trainer
+
+    summary = trainer.run(config, workdir)
+    return [{name: summary[name] for name in TRAINED_COLUMNS}]
