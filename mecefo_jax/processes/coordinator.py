@@ -5,6 +5,7 @@ knows of deaths (lines ``dead K`` on its standard input), which is faster than m
 has.
 """
 
+import concurrent.futures
 import os
 import pathlib
 import signal
@@ -36,15 +37,15 @@ def coordinate(config: Config, workdir: pathlib.Path, watchdog: Watchdog) -> Non
         RunError: how the run has ended, if it was not finished.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the nodes are asked to stop, too, and need the service for it
-    up = threading.Event()
-    threading.Thread(target=_name_missing, args=(config, workdir, up), daemon=True).start()
+    connected: concurrent.futures.Future[Runtime] = concurrent.futures.Future()
+    threading.Thread(target=_name_missing, args=(config, workdir, connected), daemon=True).start()
     with locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"):
         run_key(workdir)  # before any two nodes make one
         if "MECEFO_PARENT" in os.environ:
-            threading.Thread(target=_pass_on_deaths, args=(config.cluster.coordinator, up), daemon=True).start()
+            threading.Thread(target=_pass_on_deaths, args=(config.cluster.coordinator, connected), daemon=True).start()
         with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for all processes"):
             runtime = Runtime(config.cluster)
-        up.set()
+        connected.set_result(runtime)
         with watchdog.allow(2 * config.cluster.startup_seconds, "waiting for the devices of all processes"):
             runtime.start_backend()
         while not runtime.lookup("run"):
@@ -64,9 +65,9 @@ def arrive(config: Config, workdir: pathlib.Path, process: int) -> None:
     path.write_text(config.cluster.coordinator)
 
 
-def _name_missing(config: Config, workdir: pathlib.Path, up: threading.Event) -> None:
+def _name_missing(config: Config, workdir: pathlib.Path, connected: concurrent.futures.Future[Runtime]) -> None:
     began = time.time()
-    while not up.wait(_MISSING_SECONDS):
+    while not concurrent.futures.wait([connected], _MISSING_SECONDS).done:
         processes = range(1, config.cluster.num_processes or 1)
         address = config.cluster.coordinator
         missing = [str(process) for process in processes if not _has_arrived(workdir, process, address, began)]
@@ -84,12 +85,13 @@ def _sign(workdir: pathlib.Path, process: int) -> pathlib.Path:
     return workdir / "processes" / f"{process}.started"
 
 
-def _pass_on_deaths(address: str, up: threading.Event) -> None:
+def _pass_on_deaths(address: str, connected: concurrent.futures.Future[Runtime]) -> None:
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
         # Who died before all had come up has a successor among those that did.
-        if word == "dead" and number.isdecimal() and up.is_set():
+        if word == "dead" and number.isdecimal() and connected.done():
             try:
+                connected.result().forget(f"waiting/{int(number)}")  # else it could be admitted all the same
                 report_death(address, int(number))
             except jax.errors.JaxRuntimeError as error:  # its heartbeats will tell
                 print(f"the death of process {number} could not be reported: {error}", file=sys.stderr, flush=True)
