@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
+from matplotlib.figure import Figure
 
 from mecefo_jax.batches import BatchPlacer
 from mecefo_jax.config import Config
@@ -30,6 +31,9 @@ from mecefo_jax.model import Model, attention_mask, ffn_kernel_mask
 from mecefo_jax.optimizer import first_moment
 from mecefo_jax.state import TrainState, init_sharded_state
 from mecefo_jax.step import LayerMasks, Sums, average_gradients, node_gradients
+from mecefo_jax.studies.markdown import table
+from mecefo_jax.studies.small_runs import NODES, REPLICAS, STAGES, Granularity, Size, small_run
+from mecefo_jax.studies.study import Cell, Row, Study
 from mecefo_jax.takeover import Plan, make_plan
 
 GROUPS = ("all", "feed-forward", "attention", "rest")
@@ -56,7 +60,7 @@ def trials(config: Config) -> list[Trial]:
     units = config.mesh.num_nodes * config.faults.num_stages
     rank, period = config.basis.rank, config.basis.refresh_every
     found = []
-    for down in (1, units // 8):
+    for down in sorted({1, max(units // 8, 1)}):
         found.append(Trial(down, "drop"))
         for policy, source in itertools.product(("neighbor", "balanced"), _SOURCES):
             found.append(Trial(down, policy, source, rank, period))
@@ -197,7 +201,7 @@ def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str) -> 
 def cells(quick: bool) -> list[Cell]:
     """1M, both kinds of units, three seeds; 5M, one seed."""
     granularities: tuple[Granularity, ...] = ("node", "stage")
-    wanted = [("1M", fails, 0) for fails in granularities]
+    wanted: list[tuple[Size, Granularity, int]] = [("1M", fails, 0) for fails in granularities]
     if not quick:
         wanted += [("1M", fails, seed) for fails in granularities for seed in (1, 2)]
         wanted += [("5M", fails, 0) for fails in granularities]

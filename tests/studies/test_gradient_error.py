@@ -1,0 +1,68 @@
+"""The gradient under a plan, put together from parts, is the one that the executor computes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mecefo_jax.config import BasisConfig, FaultsConfig, MeshConfig
+from mecefo_jax.model import init_model
+from mecefo_jax.optimizer import basis_state
+from mecefo_jax.step import Sums, average_gradients
+from mecefo_jax.studies import gradient_error
+from mecefo_jax.studies.gradient_error import GROUPS, StepError, Trial, relative_errors
+from tests.tiny import NODES, VOCAB, make_executor, plan_for, source, tiny_config
+
+ONE = MeshConfig(num_nodes=NODES, num_submeshes=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "policy"), [(1, "neighbor"), (1, "drop"), (3, "neighbor"), (1, "balanced")])
+def test_agrees_with_the_executor(stages, policy, monkeypatch):
+    granularity = {"granularity": "stage", "num_stages": stages} if stages > 1 else {}
+    config = tiny_config(ONE, faults=FaultsConfig(**granularity), basis=BasisConfig(rank=4, method="svd"))
+    executor = make_executor(config)
+    dead = [(3, 1)] if stages > 1 else [3]
+    plan = plan_for(dead, policy, config)
+    healthy = plan_for([], policy, config)
+    state = executor.state
+    exact, under = (average_gradients(_whole(executor.step_sums(0, plan, source)[0].tree)) for plan in (healthy, plan))
+    expected = relative_errors(under, exact)
+    monkeypatch.setattr(gradient_error, "_draw", lambda config, step, down: plan.live_NS)
+    monkeypatch.setattr(gradient_error, "_plan", lambda *arguments: plan)
+    error = StepError(config, VOCAB, source)
+    error.remember(0, state, [1])
+    trial = Trial(1, policy, "weight", 4, 1)
+    found = {row["group"]: row["error"] for row in error(0, state, [trial])}
+    assert set(found) == set(GROUPS)
+    # The bases of the executor come from iteration, those of the study from an SVD: the same spans but for rounding.
+    np.testing.assert_allclose([found[g] for g in GROUPS], [expected[g] for g in GROUPS], rtol=5e-3, atol=1e-6)
+    assert found["all"] > 1e-3
+    assert basis_state(state.opt_state).refreshes == 0
+
+
+def _whole(sums: Sums) -> Sums:
+    return jax.tree.map(lambda leaf: leaf[0], sums)
+
+
+def test_relative_errors_by_group():
+    params = init_model(tiny_config().model, VOCAB, 0)
+    exact = jax.tree.map(lambda leaf: np.ones_like(leaf), params)
+    assert relative_errors(exact, exact) == dict.fromkeys(GROUPS, 0.0)
+    embedding_off = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * (3 if "embedding" in jax.tree_util.keystr(path) else 1), exact
+    )
+    errors = relative_errors(embedding_off, exact)
+    assert (errors["feed-forward"], errors["attention"]) == (0.0, 0.0)
+    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in (("all", exact),)}
+    assert errors["all"] == pytest.approx(np.sqrt(4 * params.embedding[...].size / sizes["all"]))
+
+
+def test_trials_cover_policies_sources_ranks_and_periods():
+    trials = gradient_error.trials(dataclasses.replace(tiny_config(), basis=BasisConfig(rank=8, refresh_every=5)))
+    assert {trial.policy for trial in trials} == {"neighbor", "balanced", "drop"}
+    assert {trial.rank for trial in trials} == {None, 2, 4, 8, 16, 32}
+    assert {trial.period for trial in trials} == {None, 1, 5, 20, 80}
+    assert all((trial.source is None) == (trial.policy == "drop") for trial in trials)
+    assert len(set(trials)) == len(trials)
