@@ -120,6 +120,33 @@ class Roster:
             if place.child is not None:
                 place.child.send(signum)
 
+    def look_at_beats(self, now: float, starved: bool) -> tuple[list[tuple[Place, float]], list[int]]:
+        """Who has stopped beating, and who has not begun to.
+
+        Args:
+          now: monotonic seconds.
+          starved: whether this process has missed beats: then all count from now.
+
+        Returns:
+          Places with their seconds of silence, told once; and numbers of nodes that are slow to come up.
+        """
+        stalled, missing = [], []
+        for place in self.places:
+            if place.child is None:
+                continue
+            beat = place.beat
+            beat.look(now)
+            if not beat.has_begun:
+                if place.process != 0 and now - place.child.started >= self._limits.report_seconds:
+                    missing.append(place.process)
+            elif beat.seen is not None:
+                silent_seconds = 0.0 if starved else now - beat.seen
+                if silent_seconds > self._limits.stall_seconds:
+                    stalled.append((place, silent_seconds))
+                if starved or silent_seconds > self._limits.stall_seconds:
+                    beat.seen = now
+        return stalled, missing
+
     def restart_nobody(self) -> None:
         """Forgets whom to start again."""
         for place in self.places:

@@ -14,31 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mecefo_jax.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    InterruptedRunError,
-    NonFiniteError,
-    PreemptedError,
-    RestartInPlaceError,
-    TooFewLiveNodesError,
-)
+from mecefo_jax.errors import InterruptedRunError, PreemptedError
 from mecefo_jax.processes.child import Child
+from mecefo_jax.processes.endings import (
+    CANNOT_GO_ON,
+    CHOSEN,
+    FINISHED,
+    NOT_STARTED,
+    RESTART_ALL,
+    STOPPED,
+    describe,
+)
 from mecefo_jax.processes.output import OnLine, Output, print_line
 from mecefo_jax.processes.patience import DEFAULTS, Limits, Patience
 from mecefo_jax.processes.roster import Place, Roster
-
-_FINISHED = 0
-_STOPPED = (PreemptedError.exit_code, InterruptedRunError.exit_code)
-_RESTART_ALL = RestartInPlaceError.exit_code
-_CANNOT_GO_ON = tuple(
-    error.exit_code for error in (ConfigError, DataError, CheckpointError, TooFewLiveNodesError, NonFiniteError)
-)
-_CHOSEN = (_FINISHED, *_STOPPED, _RESTART_ALL, *_CANNOT_GO_ON)
-"""Exit codes by which a node leaves on its own accord; any other end is a death."""
-_NOT_STARTED = 127
-"""Exit code of a process that could not even be started, as in shells."""
 
 _TICK_SECONDS = 0.1
 _STARVED_SECONDS = 1.0
@@ -72,7 +61,7 @@ class Supervisor:
         self._roster = Roster(
             limits,
             self._output,
-            is_death=lambda code: code not in _CHOSEN,
+            is_death=lambda code: code not in CHOSEN,
             on_end=lambda child: self._messages.put(("ended", child)),
         )
         self._patience = Patience(limits)
@@ -190,7 +179,7 @@ class Supervisor:
             self._roster.start(place)
         except OSError as error:
             how = f"could not be started ({error.strerror})"
-            self._coordinator_ended(how) if place.process == 0 else self._node_died(place, _NOT_STARTED, 0.0, how)
+            self._coordinator_ended(how) if place.process == 0 else self._node_died(place, NOT_STARTED, 0.0, how)
         else:
             assert place.child is not None
             self._note(kind, place.process, f"pid {place.child.pid}")
@@ -203,12 +192,12 @@ class Supervisor:
         if self._restart_all_at is not None:
             return  # killed for it, or about to be
         lived = time.monotonic() - child.started
-        how = f"{'died' if code not in _CHOSEN else 'ended'} ({_describe(code)}) after {lived:.1f} s"
+        how = f"{'died' if code not in CHOSEN else 'ended'} ({describe(code)}) after {lived:.1f} s"
         if place.process == 0:
             self._coordinator_ended(how, code)
-        elif code == _RESTART_ALL and not self._is_winding_down:
+        elif code == RESTART_ALL and not self._is_winding_down:
             self._restart_in_place(f"process {place.process} asked for it", code)
-        elif code in _CHOSEN or self._verdict is not None or self._kill_at is not None or -code == self._stop:
+        elif code in CHOSEN or self._verdict is not None or self._kill_at is not None or -code == self._stop:
             self._node_ended(place, code, how)
         else:
             self._node_died(place, code, lived, how)
@@ -217,9 +206,9 @@ class Supervisor:
         """A node has left, by itself or because it was told to."""
         place.exit_code, self._last_code = code, max(code, 1)
         self._note("ended", place.process, how)
-        if code in _CANNOT_GO_ON and self._verdict is None:
+        if code in CANNOT_GO_ON and self._verdict is None:
             self._end(code, f"process {place.process} {how}: the run cannot go on")
-        elif code == _FINISHED or self._stop is not None:
+        elif code == FINISHED or self._stop is not None:
             if self._end_at is None and self._kill_at is None:
                 self._end_at = time.monotonic() + self._limits.finish_seconds
             self._restart_nobody()
@@ -239,11 +228,11 @@ class Supervisor:
         place.restart_at = time.monotonic() + wait
         self._say(f"process {place.process} {how}; it restarts {_in_seconds(wait)}")
 
-    def _coordinator_ended(self, how: str, code: int = _NOT_STARTED) -> None:
+    def _coordinator_ended(self, how: str, code: int = NOT_STARTED) -> None:
         self._note("ended" if self._is_winding_down else "died", 0, how)
         if self._is_winding_down:
             return  # nodes may be saving; those that cannot do without it end by themselves
-        if code in _CANNOT_GO_ON:
+        if code in CANNOT_GO_ON:
             self._end(code, f"the coordinator {how}: the run cannot go on")
         else:
             self._restart_in_place(f"the coordinator {how}", code)
@@ -271,7 +260,7 @@ class Supervisor:
             self._say(f"{signal.Signals(signum).name}: asking all processes to save and stop")
             self._roster.send(signum, self._roster.nodes)
         for place in self._roster.places:
-            if self._stop is None and place.exit_code != _FINISHED:
+            if self._stop is None and place.exit_code != FINISHED:
                 place.exit_code = None  # died before: no answer to the request
         self._stop = signal.Signals(signum)
         if self._restart_all_at is not None and self._verdict is None:
@@ -308,25 +297,12 @@ class Supervisor:
         """Kills processes that have stopped beating, and names those that have not begun to."""
         starved = now - self._last_look > _STARVED_SECONDS
         self._last_look = now
-        missing = []
-        for place in self._roster.places:
-            if place.child is None:
-                continue
-            beat = place.beat
-            beat.look(now)
-            if not beat.has_begun:
-                if place.process != 0 and now - place.child.started >= self._limits.report_seconds:
-                    missing.append(place.process)
-            elif beat.seen is None:
-                continue
-            elif starved:
-                beat.seen = now
-            elif now - beat.seen > self._limits.stall_seconds:
-                how = f"no sign of life for {now - beat.seen:.1f} s"
-                self._note("stalled", place.process, how)
-                self._say(f"process {place.process}: {how}; it is killed")
-                beat.seen = now
-                place.child.send(signal.SIGKILL)
+        stalled, missing = self._roster.look_at_beats(now, starved)
+        for place, silent_seconds in stalled:
+            how = f"no sign of life for {silent_seconds:.1f} s"
+            self._note("stalled", place.process, how)
+            self._say(f"process {place.process}: {how}; it is killed")
+            self._roster.send(signal.SIGKILL, [place])
         if missing and now - self._last_report >= self._limits.report_seconds:
             self._last_report = now
             self._say(
@@ -341,7 +317,7 @@ class Supervisor:
         return (
             self._verdict is not None
             or self._stop is not None
-            or any(place.exit_code == _FINISHED for place in self._roster.nodes)
+            or any(place.exit_code == FINISHED for place in self._roster.nodes)
         )
 
     def _end(self, code: int, why: str) -> None:
@@ -364,12 +340,12 @@ class Supervisor:
         if self._verdict is not None:
             return self._verdict
         codes = [place.exit_code for place in self._roster.nodes if place.exit_code is not None]
-        stopped = [code for code in codes if code in _STOPPED]
+        stopped = [code for code in codes if code in STOPPED]
         if self._stop is not None:
             if stopped or not codes or -self._stop in codes:
                 return self._asked_code
-        if _FINISHED in codes:
-            return _FINISHED
+        if FINISHED in codes:
+            return FINISHED
         return stopped[0] if stopped else self._last_code
 
     @property
@@ -398,16 +374,6 @@ def _free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def _describe(exit_code: int) -> str:
-    """How a process ended, in words."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        return f"signal {-exit_code}"
 
 
 def _in_seconds(wait: float) -> str:
