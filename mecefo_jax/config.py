@@ -11,6 +11,8 @@ from typing import Literal
 from mecefo_jax.config_values import check_fits, check_named, check_range, check_types
 from mecefo_jax.errors import ConfigError
 
+BYTE_ENTRIES = 258
+"""Entries of the vocabulary of bytes: 256, BOS and EOS; no other tokenizer that is trained here has fewer."""
 MAX_NODES = 2**20
 """Most nodes, and most devices along an axis: far above any cluster, and few enough for plans to fit in memory."""
 
@@ -117,7 +119,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range or the chosen source is not named."""
         check_types(self, "data.")
-        check_range("data.bpe_vocab_size", self.bpe_vocab_size, at_least=258)
+        check_range("data.bpe_vocab_size", self.bpe_vocab_size, at_least=BYTE_ENTRIES)
         check_range("data.seq_len", self.seq_len, at_least=1)
         check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
         check_named(self, "data", "source", {"files": "files", "tfds": "tfds_name"})

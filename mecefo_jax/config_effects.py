@@ -1,6 +1,7 @@
 """Settings that only mean something under another setting's value."""
 
 import dataclasses
+import functools
 
 from mecefo_jax.config import ClusterConfig, Config
 
@@ -64,5 +65,4 @@ def changed(config: Config) -> set[str]:
 
 def value_of(config: Config, key: str) -> object:
     """The value of a setting in a section, by its dotted name."""
-    section, _, field = key.partition(".")
-    return getattr(getattr(config, section), field)
+    return functools.reduce(getattr, key.split("."), config)

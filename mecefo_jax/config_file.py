@@ -28,12 +28,12 @@ def fields() -> dict[str, tuple[type, dataclasses.Field, Any]]:
     return found
 
 
-def sections() -> dict[str, type]:
+def sections(root: type = Config, prefix: str = "") -> dict[str, type]:
     """The dataclasses of a config by the prefix of their settings; the config itself has none."""
-    found: dict[str, type] = {"": Config}
-    for name, declared in field_types(Config).items():
+    found = {prefix: root}
+    for name, declared in field_types(root).items():
         if isinstance(declared, type) and dataclasses.is_dataclass(declared):
-            found[f"{name}."] = declared
+            found |= sections(declared, f"{prefix}{name}.")
     return found
 
 
@@ -72,26 +72,25 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
             raise unknown_setting(key)
     parsed = {key: convert(value, known[key][2], key) for key, value in values.items()}
 
-    def of_section(prefix: str) -> dict[str, Any]:
-        starts = {key: key.rpartition(".") for key in parsed}
-        return {field: parsed[key] for key, (section, dot, field) in starts.items() if section + dot == prefix}
+    def build(prefix: str) -> Any:
+        section = sections()[prefix]
+        own = {key.rpartition(".")[2]: value for key, value in parsed.items() if known[key][0] is section}
+        nested = {name: build(f"{prefix}{name}.") for name in field_types(section) if f"{prefix}{name}." in sections()}
+        return section(**own, **nested)
 
-    nested = {prefix[:-1]: section(**of_section(prefix)) for prefix, section in sections().items() if prefix}
-    return Config(**of_section(""), **nested)
+    return build("")
 
 
-def flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The settings of nested dictionaries by their dotted names."""
-    names = {prefix[:-1] for prefix in sections() if prefix}
     for name, value in settings.items():
-        if name not in names:
-            yield name, value
+        key = prefix + name
+        if f"{key}." not in sections():
+            yield key, value
         elif isinstance(value, Mapping):
-            yield from ((f"{name}.{field}", item) for field, item in value.items())
+            yield from flatten(value, f"{key}.")
         else:
-            raise ConfigError(
-                f"{name}: got {value!r}, expected a section of settings, such as {nearest(name, fields())}"
-            )
+            raise ConfigError(f"{key}: got {value!r}, expected a section of settings, such as {nearest(key, fields())}")
 
 
 def unknown_setting(key: str, others: Iterable[str] = ()) -> ConfigError:

@@ -1,6 +1,7 @@
 """Help for the command line, made from the config's own types, defaults and field documentation."""
 
 import ast
+import functools
 import inspect
 import json
 import shutil
@@ -46,8 +47,8 @@ def help_text(config: Config, names: Sequence[str]) -> str:
         documentation = field_documentation(section)
         for key, (owner, field, declared) in fields().items():
             if owner is section:
-                values = settings[prefix[:-1]] if prefix else settings
-                shown = f"{documentation[field.name]} (default: {_show(values[field.name])})"
+                value = functools.reduce(lambda values, name: values[name], key.split("."), settings)
+                shown = f"{documentation[field.name]} (default: {_show(value)})"
                 parts.append(
                     f"  --{key} {_metavar(declared)}\n{textwrap.indent(textwrap.fill(shown, width - 8), ' ' * 8)}\n"
                 )

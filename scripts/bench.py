@@ -28,8 +28,7 @@ from rich.table import Table
 from mecefo_jax.bench.compiled import REMATS, TECHNIQUES, Remat, microbatch_flops, microbatch_temp_memory, with_variant
 from mecefo_jax.bench.timing import compile_seconds, degraded_time, healthy_step_times, refresh_times
 from mecefo_jax.cli import parse, scan
-from mecefo_jax.config import Config, DegradedConfig, check_vocab_size
-from mecefo_jax.data.tokenizer import ByteTokenizer
+from mecefo_jax.config import BYTE_ENTRIES, Config, DegradedConfig, check_vocab_size
 from mecefo_jax.errors import ConfigError, RunError
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import compute_dtype
@@ -174,7 +173,7 @@ def vocabulary_size(config: Config) -> int:
     Raises:
         ConfigError: only the tokenizer file would tell.
     """
-    sizes = {"bytes": ByteTokenizer().vocab_size, "bpe": config.data.bpe_vocab_size}
+    sizes = {"bytes": BYTE_ENTRIES, "bpe": config.data.bpe_vocab_size}
     size = config.model.vocab_size or sizes.get(config.data.tokenizer)
     if size is None:
         raise ConfigError(f"model.vocab_size: not set, and not known from {config.data.tokenizer}; set it for a bench")

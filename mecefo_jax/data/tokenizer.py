@@ -17,6 +17,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int32
 
+from mecefo_jax.config import BYTE_ENTRIES
 from mecefo_jax.errors import ConfigError, DataError
 
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "<|im_start|>", "<|endoftext|>", "[CLS]")
@@ -76,7 +77,7 @@ class ByteTokenizer:
     name: str = "bytes"
     bos_id: int = 256
     eos_id: int = 257
-    vocab_size: int = 258
+    vocab_size: int = BYTE_ENTRIES
     unknown_id: int | None = None
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
@@ -216,8 +217,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
     Raises:
       ConfigError: ``vocab_size`` is too small.
     """
-    if vocab_size < 258:
-        raise ConfigError(f"data.bpe_vocab_size is {vocab_size}; set at least 258 (the bytes, BOS and EOS)")
+    if vocab_size < BYTE_ENTRIES:
+        raise ConfigError(f"data.bpe_vocab_size is {vocab_size}; set at least {BYTE_ENTRIES} (the bytes, BOS and EOS)")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     model.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from configs import get
 from mecefo_jax.bench.compiled import microbatch_flops, microbatch_temp_memory, with_variant
 from mecefo_jax.bench.timing import degraded_time
-from mecefo_jax.config import Config, DegradedConfig
+from mecefo_jax.config import BYTE_ENTRIES, Config, DegradedConfig
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.state import init_sharded_state
 from mecefo_jax.studies.markdown import table
@@ -23,7 +23,6 @@ from mecefo_jax.studies.study import Cell, Row, Study
 
 TECHNIQUES = ("none", "m", "mr", "ml", "mrl")
 """Letters of those that are on: attention (m)issing from the backward pass, (r)ecomputed, (l)ow rank."""
-_BYTES = 258
 _SECONDS = 20.0
 
 
@@ -48,7 +47,7 @@ def switches(letters: str) -> DegradedConfig:
 def analyze(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Operations relative to an exact microbatch, and MiB of temporary memory."""
     del workdir
-    vocab_size = config.model.vocab_size or _BYTES
+    vocab_size = config.model.vocab_size or BYTE_ENTRIES
     mesh = make_cluster(config.mesh).submeshes[0]
     exact = with_variant(config, config.degraded, "none")
     exact_flops = microbatch_flops(exact, vocab_size, mesh, degraded=False)
@@ -65,7 +64,7 @@ def measure(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
     """The same, with the time relative to an exact microbatch."""
     rows = analyze(config, workdir)
     mesh = make_cluster(config.mesh).submeshes[0]
-    vocab_size = config.model.vocab_size or _BYTES
+    vocab_size = config.model.vocab_size or BYTE_ENTRIES
     state = init_sharded_state(config, vocab_size, mesh)
     for row in rows:
         letters = "" if row["techniques"] == "none" else row["techniques"]
