@@ -15,6 +15,7 @@ BYTE_ENTRIES = 258
 """Entries of the vocabulary of bytes: 256, BOS and EOS; no other tokenizer that is trained here has fewer."""
 MAX_NODES = 2**20
 """Most nodes, and most devices along an axis: far above any cluster, and few enough for plans to fit in memory."""
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,6 +351,28 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackConfig:
+    """Experiment trackers that get the metrics, too; TensorBoard's files are always written."""
+
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Each of them wants the extra of its name installed, and its own settings from the environment."""
+    project: str = ""
+    """Project that the run belongs to there; empty: the run's name."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a tracker is named twice, or a project that none can have."""
+        check_types(self, "track.")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"track.trackers: got {', '.join(self.trackers)}, expected each once")
+        if self.project and not self.trackers:
+            raise ConfigError(
+                f"track.project: got {self.project!r} without a tracker; set --track.trackers, or leave it out"
+            )
+        if self.project and not re.fullmatch(_NAME, self.project):
+            raise ConfigError(f"track.project: got {self.project!r}, expected letters, digits and . _ -")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Nodes as processes of their own, which really die; without a coordinator they are emulated in one process."""
 
@@ -442,12 +465,13 @@ class Config:
     faults: FaultsConfig = FaultsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
         """Raises ConfigError where sections do not fit each other."""
         check_types(self, "")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
+        if not re.fullmatch(_NAME, self.name):
             raise ConfigError(f"name: got {self.name!r}, expected letters, digits and . _ - (it names a directory)")
         self._check_sharding()
         self._check_lengths()
@@ -521,6 +545,7 @@ class Config:
             faults=FaultsConfig(granularity=self.faults.granularity, num_stages=self.faults.num_stages),
             checkpoint=CheckpointConfig(),
             eval=EvalConfig(),
+            track=TrackConfig(),
             cluster=ClusterConfig(),
         )
 

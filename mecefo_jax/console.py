@@ -71,6 +71,10 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
     "config_changed": ("yellow", lambda step, fields: f"warning: changed since the checkpoint: {fields['change']}"),
     "takeover": ("", _takeover),
     "still_down": ("red", lambda step, fields: f"still down: {_names(fields, 'node')}"),
+    "tracker_failed": (
+        "yellow",
+        lambda step, fields: f"warning: {fields['tracker']} gets no more data: {fields['reason']}",
+    ),
     "skipped": ("yellow", lambda step, fields: f"not finite: update skipped ({fields['in_a_row']} in a row)"),
 }
 """Style and line of the kinds of events that are more than their name and fields."""

@@ -16,6 +16,7 @@ _FREE = (
     "train.microbatches_per_node",
     "checkpoint.",
     "eval.",
+    "track.",
     "cluster.",
 )
 _FREE_OF_MODEL = ("model.remat",)  # what is recomputed changes no value

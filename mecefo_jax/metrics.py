@@ -21,13 +21,12 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
-from tensorboardX import summary as tensorboard_summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from mecefo_jax.config_file import replace_file
 from mecefo_jax.console import RunConsole
 from mecefo_jax.errors import ConfigError, DataError
+from mecefo_jax.tracker_threads import FINISH_SECONDS, Trackers
+from mecefo_jax.trackers import TensorBoard
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -47,6 +46,8 @@ class RunLog:
       console: whether to print, or the rich console to print on.
       tensorboard: whether to write ``tensorboard/``.
       num_nodes: nodes of the run, to show ``7/8`` for live nodes; None: the count alone.
+      trackers: what else gets the metrics, started for this log alone; one that fails is told of once, as the event
+        ``tracker_failed``.
 
     Raises:
       ConfigError: the run directory cannot be written.
@@ -62,6 +63,7 @@ class RunLog:
         console: bool | Console = True,
         tensorboard: bool = True,
         num_nodes: int | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self._workdir = pathlib.Path(workdir)
         try:
@@ -74,9 +76,12 @@ class RunLog:
             ) from error
         self.attempt = _next_attempt(self._workdir) if attempt is None else attempt
         self._console = RunConsole(console, total_steps=total_steps, num_nodes=num_nodes)
-        self._tensorboard_enabled = tensorboard
-        self._tensorboard: _TensorBoard | None = None
-        self._resumed_step: int | None = None
+        self._trackers = Trackers() if trackers is None else trackers
+        self._summary: dict[str, Any] = {}
+        self._last_step = 0
+        self._tensorboard = TensorBoard(self.attempt) if tensorboard else None
+        if self._tensorboard is not None:
+            self._tensorboard.start(self._workdir, {})
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs one row of metrics.
@@ -87,9 +92,13 @@ class RunLog:
         """
         assert not {"step", "attempt", "nonfinite"} & values.keys()
         plain = {name: _plain(value) for name, value in values.items()}
+        self._last_step = int(step)
         self._append(self._metrics, {"step": int(step), "attempt": self.attempt, **plain})
-        self._write_tensorboard(int(step), plain)
+        numbers = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+        self._write_tensorboard(int(step), numbers)
+        self._trackers.scalars(int(step), {**numbers, "attempt": self.attempt})
         self._console.row(int(step), plain)
+        self._tell_failed_trackers(int(step))
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Logs one change: to ``events.jsonl`` with the time, and as a short line on the console.
@@ -98,10 +107,11 @@ class RunLog:
         earlier ones logged beyond it no longer counts. ``console.py`` lists the kinds that have a line of their own.
         """
         plain = {name: _plain(value) for name, value in fields.items()}
-        if kind in ("started", "resumed"):
-            self._resumed_step = int(step)
         row = {"step": int(step), "attempt": self.attempt, "kind": kind, "time": round(time.time(), 3), **plain}
         self._append(self._events, row)
+        if self._tensorboard is not None:
+            self._tensorboard.event(kind, int(step), plain)
+        self._trackers.event(kind, int(step), plain)
         self._console.event(kind, int(step), plain)
 
     def progress(self, step: int) -> None:
@@ -115,16 +125,23 @@ class RunLog:
           ConfigError: it cannot be written.
         """
         plain = {name: _plain(value) for name, value in values.items()}
+        self._summary = plain
         replace_file(self._workdir / "summary.json", (json.dumps(_finite(plain), indent=2) + "\n").encode())
         self._console.summary(plain, self._workdir)
 
-    def close(self) -> None:
-        """Writes what is still unwritten, and closes the files and the progress bar."""
+    def close(self, *, wait_for_trackers: bool = True) -> None:
+        """Writes what is still unwritten, and closes the files and the progress bar.
+
+        Args:
+          wait_for_trackers: whether to give them some seconds to send what is unsent, as this process is about to end.
+        """
+        self._trackers.finish(self._summary, FINISH_SECONDS if wait_for_trackers else None)
+        self._tell_failed_trackers(self._last_step)
         lost = self._metrics.close() + self._events.close()
         if lost:
             self._console.warning(f"{lost} rows could not be written to {self._workdir}")
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._tensorboard.finish(self._summary)
         self._console.close()
 
     def __enter__(self) -> Self:
@@ -139,19 +156,17 @@ class RunLog:
             self._console.warning(f"{file.path} cannot be written ({problem}); its rows are kept in memory")
         file.problem_said = problem is not None
 
-    def _write_tensorboard(self, step: int, values: Mapping[str, Any]) -> None:
-        if not self._tensorboard_enabled:
-            return
-        try:
-            if self._tensorboard is None:
-                resumed = self._resumed_step
-                purge_step = step if resumed is None else resumed + 1
-                directory = self._workdir / "tensorboard"
-                self._tensorboard = _TensorBoard(directory, self.attempt, purge_step if self.attempt > 1 else None)
-            self._tensorboard.write(step, values)
-        except OSError as error:
-            self._tensorboard_enabled = False
-            self._console.warning(f"TensorBoard gets no more data: {error}")
+    def _write_tensorboard(self, step: int, values: Mapping[str, float]) -> None:
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.scalars(step, values)
+            except OSError as error:
+                self._tensorboard = None
+                self._console.warning(f"TensorBoard gets no more data: {error}")
+
+    def _tell_failed_trackers(self, step: int) -> None:
+        for tracker, reason in self._trackers.take_failures():
+            self.event("tracker_failed", step, tracker=tracker, reason=reason)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -221,28 +236,6 @@ class _JsonLines:
             os.ftruncate(self._descriptor, end)
         else:
             self._unwritten = b"\n"
-
-
-class _TensorBoard:
-    """One event file of scalars, written at once; the queue of tensorboardX's own writer blocks once a write failed."""
-
-    def __init__(self, directory: pathlib.Path, attempt: int, purge_step: int | None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(directory / "events"), f".{attempt}")
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(step=purge_step, wall_time=time.time(), session_log=start))
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                scalar = tensorboard_summary.scalar(name, value)
-                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar))
-        self._writer.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # every row has been flushed before, or its failure told
-            self._writer.close()
 
 
 def _surviving(path: pathlib.Path) -> list[dict[str, Any]]:

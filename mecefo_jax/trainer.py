@@ -26,6 +26,8 @@ from mecefo_jax.state import abstract_state, init_sharded_state
 from mecefo_jax.step import StepMetrics
 from mecefo_jax.stopping import StopRequest, stop_requests
 from mecefo_jax.takeover import Plan
+from mecefo_jax.tracker_threads import open_trackers
+from mecefo_jax.trackers import check_installed
 from mecefo_jax.trained import keep_tokenizer
 
 
@@ -54,10 +56,11 @@ def run(config: Config, workdir: pathlib.Path) -> dict[str, Any]:
         RunError: with its exit code: another process in the same directory, data, checkpoints, too few live nodes,
             non-finite steps, preemption.
     """
+    check_installed(config.track)
     inputs = open_inputs(config)
     with (
         locked(workdir / "run", on_wait=lambda: refuse_to_share(workdir), setting="--workdir"),
-        RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes) as log,
+        _open_log(config, workdir) as log,
         stop_requests() as stop,
     ):
         trainer = Trainer(config, workdir, inputs, log)
@@ -190,6 +193,11 @@ class Trainer:
             "eval_perplexity": final_eval.get("eval/perplexity"),
             "model_compilations_after_first_step": 0 if first is None else self._executor.model_compilations - first,
         }
+
+
+def _open_log(config: Config, workdir: pathlib.Path) -> RunLog:
+    trackers = open_trackers(config, workdir)
+    return RunLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes, trackers=trackers)
 
 
 def refuse_to_share(workdir: pathlib.Path) -> NoReturn:

@@ -18,6 +18,7 @@ from mecefo_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    TrackConfig,
     TrainConfig,
     check_devices,
     check_vocab_size,
@@ -34,6 +35,7 @@ SECTIONS = {
     "faults": FaultsConfig,
     "checkpoint": CheckpointConfig,
     "eval": EvalConfig,
+    "track": TrackConfig,
 }
 
 
@@ -89,6 +91,9 @@ SECTIONS = {
         ("checkpoint.keep", 0),
         ("eval.every", -1),
         ("eval.batches", 0),
+        ("track.trackers", ("mlflow",)),
+        ("track.trackers", ("wandb", "wandb")),
+        ("track.project", "without a tracker"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(key, value):
@@ -260,6 +265,12 @@ def test_every_accepted_config_divides_over_its_devices(hidden, heads, ffn, fsdp
 def test_choice_without_its_own_setting_is_refused(section, arguments, field):
     with pytest.raises(ConfigError, match=rf"^{re.escape(field)}: got nothing"):
         section(**arguments)
+
+
+@pytest.mark.parametrize("project", ["two words", "a/b", "-x"])
+def test_project_that_no_tracker_can_have_is_refused(project):
+    with pytest.raises(ConfigError, match=rf"^track\.project: got '{project}', expected letters"):
+        TrackConfig(trackers=("trackio",), project=project)
 
 
 @pytest.mark.parametrize("arguments", [{"num_stages": 2}, {"granularity": "stage"}])

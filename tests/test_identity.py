@@ -81,7 +81,13 @@ def test_a_changed_schedule_warns_with_both_learning_rates():
 
 
 def test_other_changes_are_told_and_housekeeping_is_not():
-    now = changed(faults__policy="balanced", degraded__low_rank=False, model__remat="block", checkpoint__every=1)
+    now = changed(
+        faults__policy="balanced",
+        degraded__low_rank=False,
+        model__remat="block",
+        checkpoint__every=1,
+        track__trackers=["wandb"],
+    )
     now["name"] = "other"
     assert check_identity(BASE, now) == [
         "degraded.low_rank: saved true, now false",

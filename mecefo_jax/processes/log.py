@@ -6,10 +6,11 @@ next one goes on, and fills in what its predecessor did not write any more.
 
 import collections
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mecefo_jax.metrics import EVENTS_FILE, METRICS_FILE, RunLog, read_events, read_rows
+from mecefo_jax.tracker_threads import Trackers
 
 _KEPT = 500
 
@@ -17,9 +18,17 @@ _KEPT = 500
 class SharedLog:
     """A log that writes once it is told to."""
 
-    def __init__(self, workdir: pathlib.Path, *, total_steps: int, num_nodes: int) -> None:
-        """Silent."""
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        *,
+        total_steps: int,
+        num_nodes: int,
+        open_trackers: Callable[[], Trackers] = Trackers,
+    ) -> None:
+        """Silent; trackers are opened by the one that writes."""
         self._workdir, self._total_steps, self._num_nodes = workdir, total_steps, num_nodes
+        self._open_trackers = open_trackers
         self._kept: collections.deque[tuple[str, int, dict[str, Any]]] = collections.deque(maxlen=_KEPT)
         self._log: RunLog | None = None
 
@@ -71,11 +80,17 @@ class SharedLog:
         assert self._log is not None
         self._log.summary(values)
 
-    def close(self) -> None:
-        """Write what is unwritten."""
+    def close(self, *, wait_for_trackers: bool = True) -> None:
+        """Write what is unwritten, and no more from here on."""
         if self._log is not None:
-            self._log.close()
+            self._log.close(wait_for_trackers=wait_for_trackers)
             self._log = None
 
     def _open(self, attempt: int | None) -> None:
-        self._log = RunLog(self._workdir, total_steps=self._total_steps, num_nodes=self._num_nodes, attempt=attempt)
+        self._log = RunLog(
+            self._workdir,
+            total_steps=self._total_steps,
+            num_nodes=self._num_nodes,
+            attempt=attempt,
+            trackers=self._open_trackers(),
+        )

@@ -121,7 +121,7 @@ class Node:
         if decision.holders and self._speaks(decision) and not log.writes:
             log.begin() if decision.action == "load" else log.take_over()
         elif decision.holders and not self._speaks(decision) and log.writes:
-            log.close()
+            log.close(wait_for_trackers=False)  # the others of the round would wait, too
         if self._me in decision.holders:
             self._holding.log_scores(decision, said)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import pathlib
 import signal
@@ -25,6 +26,8 @@ from mecefo_jax.processes.watchdog import Watchdog, die_with_parent
 from mecefo_jax.processes.worker import Worker
 from mecefo_jax.snapshots import Snapshots, run_identity
 from mecefo_jax.stopping import StopRequest, stop_requests
+from mecefo_jax.tracker_threads import open_trackers
+from mecefo_jax.trackers import check_installed
 
 _STARTED = float(os.environ.get("MECEFO_STARTED", time.time()))
 
@@ -58,6 +61,7 @@ def start(config: Config, workdir: pathlib.Path) -> None:
 
 
 def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: StopRequest) -> None:
+    check_installed(config.track)
     lap = _stopwatch()
     measured = {"imports_s": lap()}
     with watchdog.allow(config.cluster.first_step_seconds, "preparing or opening the data"):
@@ -79,7 +83,12 @@ def _be_a_node(config: Config, workdir: pathlib.Path, watchdog: Watchdog, stop: 
         with watchdog.allow(config.cluster.first_step_seconds, "compiling the programs"):
             worker.compile()
         measured["programs_s"] = lap()
-        log = SharedLog(workdir, total_steps=config.train.steps, num_nodes=config.mesh.num_nodes)
+        log = SharedLog(
+            workdir,
+            total_steps=config.train.steps,
+            num_nodes=config.mesh.num_nodes,
+            open_trackers=functools.partial(open_trackers, config, workdir),
+        )
         identity = run_identity(config, inputs.vocab_size, inputs.prepared)
         parts = Parts(
             config=config,
