@@ -45,7 +45,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     if not rows:
         raise DataError(f"{workdir / METRICS_FILE}: no row yet, so there is nothing to draw")
     events = read_events(workdir / EVENTS_FILE) if (workdir / EVENTS_FILE).exists() else []
-    config, summary = _json(workdir / "config.json"), _json(workdir / "summary.json")
+    config, summary = read_json(workdir / "config.json"), read_json(workdir / "summary.json")
     figure = draw(rows, events, config, summary)
     path = workdir / "report.png"
     try:
@@ -96,7 +96,7 @@ def draw(
 
 
 def _draw_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    steps, losses = _series(rows, "train/loss")
+    steps, losses = series(rows, "train/loss")
     many = len(steps) >= _SMOOTHED_FROM
     axes.plot(
         steps,
@@ -109,8 +109,8 @@ def _draw_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         label="each row" if many else "training",
     )
     if many:
-        axes.plot(steps, _smoothed(losses), color=_BLUE, lw=1.8, label="training, smoothed")
-    eval_steps, eval_losses = _series(rows, "eval/loss")
+        axes.plot(steps, smoothed(losses), color=_BLUE, lw=1.8, label="training, smoothed")
+    eval_steps, eval_losses = series(rows, "eval/loss")
     if len(eval_steps):
         axes.plot(eval_steps, eval_losses, color=_RED, lw=1.4, marker="D", ms=5, label="evaluation")
     axes.legend(loc="upper right" if many else "best", ncols=3)
@@ -121,7 +121,7 @@ def _draw_live(
     axes: Axes, rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], num_nodes: int | None
 ) -> None:
     most = max((row.get("ft/live_nodes") or 0 for row in rows), default=0)
-    steps, live = _plan_series(rows, events, "ft/live_nodes", "live_nodes", num_nodes or most)
+    steps, live = plan_series(rows, events, "ft/live_nodes", "live_nodes", num_nodes or most)
     if live.any():
         total = float(live.max()) if num_nodes is None else num_nodes
         low = min(live.min(), total - 1)
@@ -152,7 +152,7 @@ def _mark(axes: Axes, events: Iterable[Mapping[str, Any]], steps: np.ndarray, li
 
 
 def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
-    steps, fraction = _plan_series(rows, events, "ft/degraded_token_fraction", "degraded_fraction", 0.0)
+    steps, fraction = plan_series(rows, events, "ft/degraded_token_fraction", "degraded_fraction", 0.0)
     top = max(1.15 * np.nanmax(fraction, initial=0.0), 0.04)
     axes.fill_between(steps, fraction, step="post", color=_ORANGE, alpha=0.35, lw=0)
     axes.step(steps, fraction, where="post", color=_ORANGE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
@@ -163,7 +163,7 @@ def _draw_degraded(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterab
 
 
 def _draw_load(axes: Axes, rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> None:
-    steps, load = _plan_series(rows, events, "ft/critical_load", "critical_load", 1.0)
+    steps, load = plan_series(rows, events, "ft/critical_load", "critical_load", 1.0)
     axes.axhline(1.0, color=_GREY, lw=0.8, ls=":")
     axes.step(steps, load, where="post", color=_PURPLE, lw=1.4 if len(steps) < _SMOOTHED_FROM else 0.9)
     low, high = min(np.nanmin(load, initial=1.0), 1.0), max(np.nanmax(load, initial=1.0), 1.1)
@@ -185,14 +185,14 @@ def _finish(axes: Axes, label: str) -> None:
             text.set_fontsize(9)
 
 
-def _series(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+def series(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the rows that have a metric; a non-finite value is a gap."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     steps, values = np.array(points, float).reshape(-1, 2).T
     return steps, np.where(np.isfinite(values), values, np.nan)
 
 
-def _plan_series(
+def plan_series(
     rows: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]], metric: str, field: str, healthy: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """A property of the plans over steps, each value holding until the next one.
@@ -210,7 +210,7 @@ def _plan_series(
     return np.array([*steps, last], float), np.array([*values, values[-1]], float)
 
 
-def _smoothed(values: np.ndarray) -> np.ndarray:
+def smoothed(values: np.ndarray) -> np.ndarray:
     """Mean over a centred window of 2% of the rows, shorter at the ends; gaps are left out of the means."""
     half = max(len(values) // 100, 2)
     sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
@@ -239,8 +239,8 @@ def _title(config: Mapping[str, Any]) -> str:
 def _subtitle(
     rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], events: Iterable[Mapping[str, Any]]
 ) -> str:
-    _, losses = _series(rows, "train/loss")
-    _, perplexities = _series(rows, "eval/perplexity")
+    _, losses = series(rows, "train/loss")
+    _, perplexities = series(rows, "eval/perplexity")
     kinds = [event["kind"] for event in events]
     parts = [f"{rows[-1]['step']:,} steps"]
     initial, final = summary.get("initial_loss"), summary.get("final_loss")
@@ -257,7 +257,7 @@ def _subtitle(
     return "   |   ".join(parts)
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object, or nothing if there is no such file yet."""
     try:
         return json.loads(path.read_bytes())
