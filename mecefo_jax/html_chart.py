@@ -195,7 +195,7 @@ def _range(curves: Sequence[Curve], *, log: bool, whole: bool, at_least: tuple[f
 def _drawn(curve: Curve, horizontal: _Axis, vertical: _Axis) -> str:
     x, y = thinned(curve.x, curve.y)
     points = [
-        (f"{_WIDTH * u:.1f}", f"{_HEIGHT * (1 - v):.1f}") if math.isfinite(v) else None
+        (f"{_WIDTH * u:.1f}", f"{_HEIGHT * (1 - v):.1f}") if math.isfinite(u + v) else None
         for u, v in zip(horizontal.at(x), vertical.at(y), strict=True)
     ]
     parts, drawing = [], False

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from mecefo_jax.errors import ConfigError, RunError
-from mecefo_jax.html_report import open_runs, page
+from mecefo_jax.html_report import page
+from mecefo_jax.recorded_run import open_runs
 from mecefo_jax.terminal import give_up_unwritable_output, tolerate_encoding
 
 
