@@ -65,10 +65,13 @@ def record(workdir, *, rows: int = 4, failures=(), summary=None, config=CONFIG, 
     workdir.mkdir(parents=True, exist_ok=True)
     if config is not None:
         (workdir / "config.json").write_text(json.dumps(config))
+    due: dict[int, list[int]] = {}
+    for at in failures:
+        due.setdefault(at - at % 10 + 10, []).append(at)
     with RunLog(workdir, total_steps=10 * rows, console=False, tensorboard=False) as log:
         log.event("started", 0)
         for step in range(10, 10 * rows + 1, 10):
-            for at in [at for at in failures if step - 10 <= at < step]:
+            for at in due.get(step, []):
                 down = {"live_nodes": 7, "degraded_fraction": 0.25, "critical_load": 1.5}
                 log.event("failure", at, node=3, covered_by=4)
                 log.event("takeover", at, policy="neighbor", **down)
