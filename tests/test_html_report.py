@@ -191,6 +191,7 @@ def test_same_directory_names_are_told_apart(tmp_path):
     assert [run.name for run in open_runs(paths)] == [str(path) for path in paths]
 
 
+@pytest.mark.slow
 def test_long_runs_give_a_small_page(tmp_path):
     run = record(tmp_path / "long", rows=10_000, failures=range(3, 100_000, 100), summary={})
     text = page(open_runs([run]) * 4, NOW)
