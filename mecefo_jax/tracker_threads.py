@@ -4,6 +4,7 @@ A tracker that raises, or leaves its queue to fill up, gets no more calls. What 
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 import queue
@@ -19,7 +20,7 @@ from mecefo_jax.trackers import TRACKERS, Tracker, check_installed
 
 _MOST_WAITING = 1000
 _LONGEST_REASON = 300
-FINISH_SECONDS = 10.0
+FINISH_SECONDS = 15.0
 
 
 class TrackerThread:
@@ -33,6 +34,7 @@ class TrackerThread:
       make: given the id of its run, makes it; called in the thread.
       workdir: the run directory.
       config: the resolved config, nested.
+      project: where the run belongs there; in another one it is another run.
       most_waiting: calls that may wait before the tracker is given up.
     """
 
@@ -43,10 +45,11 @@ class TrackerThread:
         workdir: pathlib.Path,
         config: Mapping[str, Any],
         *,
+        project: str = "",
         most_waiting: int = _MOST_WAITING,
     ) -> None:
         self.name = name
-        self._make, self._workdir, self._config = make, workdir, config
+        self._make, self._workdir, self._config, self._project = make, workdir, config, project
         self._kept = workdir / "tracking" / f"{name}.json"
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most_waiting)
         self._reason: str | None = None
@@ -84,6 +87,7 @@ class TrackerThread:
         tracker: Tracker | None = None
         try:
             run_id, sent_step = self._read_kept()
+            self._keep(run_id, sent_step)
             made = self._make(run_id)
             made.start(self._workdir, self._config)
             tracker = made
@@ -110,11 +114,13 @@ class TrackerThread:
             kept = json.loads(self._kept.read_bytes())
         except FileNotFoundError:
             return secrets.token_hex(8), -1
+        if kept["project"] != self._project:
+            return secrets.token_hex(8), -1
         return kept["run"], kept["step"]
 
     def _keep(self, run_id: str, step: int) -> None:
         """Before the tracker is told: a row that a crash keeps from it is missing there, and not doubled."""
-        replace_file(self._kept, json.dumps({"run": run_id, "step": step}).encode())
+        replace_file(self._kept, json.dumps({"project": self._project, "run": run_id, "step": step}).encode())
 
 
 class Trackers:
@@ -163,9 +169,8 @@ def open_trackers(config: Config, workdir: pathlib.Path) -> Trackers:
     check_installed(config.track)
     project = config.track.project or config.name
     settings = to_dict(config)
-    return Trackers(
-        [
-            TrackerThread(name, lambda run_id, make=TRACKERS[name]: make(project, run_id), workdir, settings)  # type: ignore[misc]
-            for name in config.track.trackers
-        ]
-    )
+    threads = []
+    for name in config.track.trackers:
+        make = functools.partial(TRACKERS[name], project)
+        threads.append(TrackerThread(name, make, workdir, settings, project=project))
+    return Trackers(threads)
