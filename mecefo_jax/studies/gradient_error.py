@@ -111,10 +111,10 @@ class StepError:
 
     def remember(self, step: int, state: TrainState, periods: Sequence[int]) -> None:
         """Keep what bases that are refreshed now are made of."""
+        moment = first_moment(state.opt_state) if step else state.params  # bases are first made of the weights
         for period in periods:
-            for source, tree in (("weight", state.params), ("momentum", first_moment(state.opt_state))):
-                if source == "weight" or step:  # at first there is no moment, and no failure is tried so early
-                    self._seen[period, source] = jax.tree.map(np.asarray, tree)
+            for source, tree in (("weight", state.params), ("momentum", moment)):
+                self._seen[period, source] = jax.tree.map(np.asarray, tree)
 
     def __call__(self, step: int, state: TrainState, tried: Sequence[Trial]) -> list[dict[str, Any]]:
         """A row for each trial and parameter group."""
