@@ -35,7 +35,11 @@ class TrainState:
 
 def init_state(config: Config, vocab_size: int) -> TrainState:
     """The state before the first step: a function of the config and its seed alone."""
-    params = init_model(config.model, vocab_size, config.train.seed)
+    return fresh_state(config, init_model(config.model, vocab_size, config.train.seed))
+
+
+def fresh_state(config: Config, params: Model) -> TrainState:
+    """The state before the first step that begins with these parameters."""
     zero = jnp.int32(0)
     return TrainState(
         step=zero, params=params, opt_state=make_optimizer(config).init(params), skipped=zero, skipped_in_a_row=zero

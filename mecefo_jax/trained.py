@@ -15,7 +15,8 @@ from mecefo_jax.data import Tokenizer, load_tokenizer, prepare
 from mecefo_jax.errors import ConfigError, DataError
 from mecefo_jax.model import Model, init_model
 
-_TOKENIZER = "tokenizer"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of a run directory that its tokenizer is kept in."""
 _HOW_SAVED = "saved.json"
 
 
@@ -42,7 +43,7 @@ class _OfState:
 
 def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
     """Put a run's tokenizer into its directory, so that its checkpoints can be used without its data."""
-    folder = workdir / _TOKENIZER
+    folder = workdir / TOKENIZER_FOLDER
     folder.mkdir(exist_ok=True)
     saved = json.dumps(tokenizer.save(folder), indent=2) + "\n"
     replace_file(folder / _HOW_SAVED, saved.encode())
@@ -81,7 +82,7 @@ def abstract_params(config: Config) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _open_tokenizer(workdir: pathlib.Path, config: Config) -> Tokenizer:
-    folder = workdir / _TOKENIZER
+    folder = workdir / TOKENIZER_FOLDER
     try:
         saved: dict[str, Any] = json.loads((folder / _HOW_SAVED).read_text(encoding="utf-8"))
     except FileNotFoundError:  # the run is older than this folder
