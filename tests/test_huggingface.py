@@ -1,7 +1,7 @@
 """Exports are what Hugging Face's LLaMA computes, conversions change no bit, and what cannot be converted is refused.
 
-The reference is LLaMA's public definition in float64 (``tests/llama_reference.py``), and transformers itself where it is
-installed: it is no part of requirements.txt, since the wheels of PyTorch on PyPI bring gigabytes of CUDA.
+The reference is LLaMA's public definition in float64 (``tests/llama_reference.py``), and transformers itself where it
+is installed: it is no part of requirements.txt, since the wheels of PyTorch on PyPI bring gigabytes of CUDA.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mecefo_jax import trainer
 from mecefo_jax.config import BasisConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from mecefo_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, read_tokenizer, train_bpe
+from mecefo_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, train_bpe
 from mecefo_jax.errors import CheckpointError, ConfigError, DataError, RunError
 from mecefo_jax.huggingface import (
     can_compare_logits,
@@ -33,8 +33,8 @@ from mecefo_jax.huggingface import (
 )
 from mecefo_jax.huggingface.configuration import from_llama_config
 from mecefo_jax.huggingface.tokenizer_files import byte_content
-from mecefo_jax.model import init_model
-from mecefo_jax.trained import TrainedModel, open_trained
+from mecefo_jax.huggingface.weights import read_params
+from mecefo_jax.trained import TrainedModel, abstract_params, open_trained
 from tests import llama_reference
 from tests.tiny import assert_trees_equal
 
@@ -52,13 +52,13 @@ SHAPES = {
         num_layers=2, rope_base=500.0, norm_eps=3e-2, num_kv_heads=1, tie_embeddings=True, **COMMON
     ),
 }
+BYTE_TOKENIZER = ByteTokenizer()
 needs_transformers = pytest.mark.skipif(not can_compare_logits(), reason="torch and transformers are not installed")
 
 
-def random_model(config: ModelConfig, tokenizer=ByteTokenizer()) -> TrainedModel:
+def random_model(config: ModelConfig, tokenizer: Tokenizer = BYTE_TOKENIZER) -> TrainedModel:
     """Weights of a model that has learned something: scales that differ, and logits and attention scores of order 1."""
-    rng = np.random.default_rng(5)
-    assert config.vocab_size is not None
+    rng, whole = np.random.default_rng(5), Config(model=config, data=DataConfig(seq_len=8))
 
     def redrawn(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -69,8 +69,7 @@ def random_model(config: ModelConfig, tokenizer=ByteTokenizer()) -> TrainedModel
         fan_in = 8 if "embedding" in name else leaf.shape[-2]
         return jnp.asarray(size * rng.normal(size=leaf.shape) / np.sqrt(fan_in), jnp.float32)
 
-    params = jax.tree_util.tree_map_with_path(redrawn, init_model(config, config.vocab_size, 0))
-    whole = Config(model=config, data=DataConfig(seq_len=8))
+    params = jax.tree_util.tree_map_with_path(redrawn, abstract_params(whole))
     return TrainedModel(config=whole, params=params, tokenizer=tokenizer, step=7)
 
 
@@ -162,11 +161,18 @@ def test_transformers_computes_the_same_and_continues_alike(pair):
 def test_ours_to_theirs_and_back_changes_no_bit(shape, tmp_path):
     trained = random_model(SHAPES[shape])
     pretrained = read_pretrained(exported(tmp_path / "hf", trained))
-    write_run_whole(tmp_path / "run", pretrained)
+    assert (pretrained.tokenizer, pretrained.notes) == (BYTE_TOKENIZER, ())
+    assert pretrained.model == dataclasses.replace(SHAPES[shape], num_kv_heads=SHAPES[shape].kv_heads)
+    back = read_params(dataclasses.replace(trained.config, model=pretrained.model), pretrained.stored)
+    assert_trees_equal(jax.tree.leaves(back), jax.tree.leaves(trained.params))
+
+
+def test_an_imported_run_opens_like_a_trained_one(gqa, tmp_path):
+    trained = random_model(SHAPES["gqa"])
+    write_run_whole(tmp_path / "run", read_pretrained(gqa))
     back = open_trained(tmp_path / "run")
+    assert (back.config.model, back.tokenizer, back.step) == (trained.config.model, BYTE_TOKENIZER, 0)
     assert_trees_equal(jax.tree.leaves(back.params), jax.tree.leaves(trained.params))
-    resolved = dataclasses.replace(trained.config.model, num_kv_heads=trained.config.model.kv_heads)
-    assert (back.config.model, back.tokenizer, back.step, pretrained.notes) == (resolved, ByteTokenizer(), 0, ())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -209,8 +215,8 @@ def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
 def test_float16_is_read_exactly(folder):
     halves = {name: array.astype(np.float16) for name, array in weights_of(folder).items()}
     safetensors.numpy.save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
-    write_run_whole(folder.parent / "run", read_pretrained(folder))
-    query = open_trained(folder.parent / "run").params.blocks.attention.query.kernel[...]
+    config = Config(model=SHAPES["gqa"], data=DataConfig(seq_len=8))
+    query = read_params(config, read_pretrained(folder).stored).blocks.attention.query.kernel[...]
     expected = halves["model.layers.1.self_attn.q_proj.weight"].astype(np.float32).T
     assert query.dtype == jnp.float32
     np.testing.assert_array_equal(query[1], expected)
@@ -313,8 +319,9 @@ def test_auto_tokenizer_encodes_and_decodes_alike(tmp_path, bpe):
                 assert theirs.decode([tokenizer.bos_id, *ids], skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_import(folder):
-    """Two updates of at most the learning rate each leave the weights near the imported ones; fresh ones are far."""
+    """Two updates of about the learning rate each leave the weights near the imported ones; fresh ones are far."""
     run = folder.parent / "run"
     (folder.parent / "words.txt").write_text(" ".join(np.random.default_rng(0).choice(["alpha", "beta"], 400)))
     data = DataConfig(
@@ -332,8 +339,8 @@ def test_training_goes_on_from_an_import(folder):
     after = open_trained(run)
     assert (summary["steps"], after.step) == (2, 2)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), before.params, after.params)
-    # An update of Adam is at most lr / sqrt(1 - beta2) ~ 4.5 lr, and 1.01 lr at first; decay adds 1% of a weight.
-    assert 0 < max(jax.tree.leaves(moved)) < 2 * 5e-4
+    # By Cauchy-Schwarz Adam's first and second update are at most 1 and 1.0002 here; decay adds 1% of a weight below 3.
+    assert 0 < max(jax.tree.leaves(moved)) < 2.1 * config.optim.learning_rate
 
 
 def test_a_run_of_another_tokenizer_is_refused(folder, bpe):
@@ -437,8 +444,8 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path):
 
 
 def test_too_many_tokens_are_refused_and_other_ids_told(folder, bpe):
+    settings = settings_of(folder)
     for name in ("bos_token_id", "eos_token_id"):
-        settings = settings_of(folder)
         (folder / "config.json").write_text(json.dumps(settings | {name: 3}))
         assert f"{name} is 3 in config.json, but 25" in read_pretrained(folder).notes[0]
     tokenizer = tokenizers.Tokenizer.from_str(byte_content())

@@ -4,10 +4,13 @@ The run begins with the folder's weights and a fresh optimizer: moments of zero,
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from mecefo_jax.config import Config, DataConfig, ModelConfig
 from mecefo_jax.config_file import save_config, to_dict
@@ -89,7 +92,7 @@ def write_run(folder: pathlib.Path, final: pathlib.Path, pretrained: Pretrained,
     keep_tokenizer(folder, tokenizer)
     save_config(config, folder / _NAME)
     snapshots = Snapshots(config, to_dict(config), folder, _Silent())
-    state = fresh_state(config, read_params(config, pretrained.stored))
+    state = jax.jit(functools.partial(fresh_state, config))(read_params(config, pretrained.stored))
     snapshots.save_and_wait(0, state, Progress())
     snapshots.close()
     return config
