@@ -238,6 +238,7 @@ def test_shards_keep_to_their_size_and_hold_the_same(gqa, tmp_path):
             assert index["weight_map"][name] == file.name
             np.testing.assert_array_equal(array, one[name])
     require_equal_weights(sharded, trained, "float32")
+    assert {path.stat().st_mode for path in files} == {(sharded / "config.json").stat().st_mode}  # as the umask has it
 
 
 def test_altered_weights_and_settings_are_found(folder):

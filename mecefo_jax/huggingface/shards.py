@@ -61,8 +61,12 @@ def write_shards(
     if len(shards) == 1:
         files = [_SINGLE]
     for file, names in zip(files, shards, strict=True):
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
         # transformers refuses files that do not say for which library they were written.
-        safetensors.numpy.save_file({name: read(name) for name in names}, folder / file, metadata={"format": "pt"})
+        safetensors.numpy.save_file({name: read(name) for name in names}, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors lets nobody but the owner read what it writes
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
