@@ -52,8 +52,8 @@ def places(config: Config) -> dict[str, Place]:
     """Their names of all tensors of a model, in the order of computation; ``config.model.vocab_size`` is set."""
     shapes = {path: leaf.shape for path, leaf in leaves(abstract_params(config)).items()}
     named: dict[str, tuple[str, int | None]] = {_EMBEDDING: ("embedding", None)}
-    for layer in range(config.model.num_layers):
-        named |= {f"model.layers.{layer}.{name}.weight": (path, layer) for name, path in _OF_A_LAYER.items()}
+    for number in range(config.model.num_layers):
+        named |= {f"model.layers.{number}.{name}.weight": (path, number) for name, path in _OF_A_LAYER.items()}
     named["model.norm.weight"] = ("final_norm.scale", None)
     if not config.model.tie_embeddings:
         named[_HEAD] = ("head.kernel", None)
