@@ -43,7 +43,7 @@ TEXTS = ["the cat sat on the mat", "the dog sat on the log", "na\u00efve \u6570 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VOCAB, SEQ = 271, 48
 TOLERANCE = 1e-5
-"""Logits of order 1 in float32: 6e-8 times the root of some 1e3 roundings is 2e-6."""
+"""Logits of order 1 in float32: 6e-8 times the root of some 1e3 roundings is 2e-6, and attention adds a little."""
 COMMON = {"hidden_size": 32, "ffn_size": 56, "num_heads": 4, "vocab_size": VOCAB, "max_seq_len": SEQ}
 SHAPES = {
     "mha": ModelConfig(num_layers=3, rope_base=500.0, norm_eps=3e-2, **COMMON),
@@ -66,7 +66,7 @@ def random_model(config: ModelConfig, tokenizer: Tokenizer = BYTE_TOKENIZER) -> 
         if "scale" in name:
             return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
         # Queries and keys are large, so that attention is far from an average.
-        size = 2.0 if ".query." in name or ".key." in name else 0.5 if "head" in name or "embedding" in name else 1.0
+        size = 1.7 if ".query." in name or ".key." in name else 0.3 if "head" in name or "embedding" in name else 1.0
         fan_in = 8 if "embedding" in name else leaf.shape[-2]
         return jnp.asarray(size * rng.normal(size=leaf.shape) / np.sqrt(fan_in), jnp.float32)
 
