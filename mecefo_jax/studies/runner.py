@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mecefo_jax.processes.watchdog import die_with_parent
 from mecefo_jax.studies import rows
 from mecefo_jax.studies.study import Cell, Study
 
@@ -80,7 +81,8 @@ def _pool(jobs: int, num_cells: int) -> Iterator[concurrent.futures.ProcessPoolE
 
 
 def _begin(cores: Any) -> None:
-    """Take a core, before XLA counts how many there are."""
+    """End with the one who asked; take a core, before XLA counts how many there are."""
+    die_with_parent()
     if cores is not None:
         os.sched_setaffinity(0, {cores.get()})
     from mecefo_jax import devices
