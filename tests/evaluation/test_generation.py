@@ -10,8 +10,17 @@ import pytest
 from mecefo_jax.evaluation.generation import Generator, decode, prefill
 from tests.evaluation.toy import LONGEST, continue_slowly, toy_model
 
-FLOAT32 = jnp.dtype("float32")
-SHAPES = {"grouped": {}, "full": {"num_kv_heads": 4}, "tied": {"tie_embeddings": True}, "one": {"num_kv_heads": 1}}
+SHAPES = {"grouped": {}, "full and tied": {"num_kv_heads": 4, "tie_embeddings": True}}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+@pytest.fixture(scope="module")
+def generate(model):
+    return Generator(model, batch_size=2, max_length=LONGEST)
 
 
 def never(ids):
@@ -25,16 +34,16 @@ def prompts_of(lengths, seed=0):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decoding_makes_the_cache_that_a_longer_prompt_has(shape):
-    model = toy_model(**SHAPES[shape])
+    model, dtype = toy_model(**SHAPES[shape]), jnp.dtype("float32")
+    start_at = jax.jit(lambda tokens_BP, length_B: prefill(model.params, tokens_BP, length_B, 24, dtype))
     lengths, more = np.asarray([3, 9, 16], np.int32), 5
-    tokens = np.random.default_rng(0).integers(0, 258, (3, 16)).astype(np.int32)
-    start = prefill(model.params, jnp.asarray(tokens), jnp.asarray(lengths), 24, FLOAT32)
-    end, passed = decode(model.params, start, more, FLOAT32)
+    tokens = np.random.default_rng(0).integers(0, 258, (3, 24)).astype(np.int32)  # rubbish beyond the lengths
+    end, passed = jax.jit(lambda start: decode(model.params, start, more, dtype))(start_at(tokens, lengths))
     np.testing.assert_array_equal(end.position_B, lengths + more)
     longer = np.zeros((3, 24), np.int32)
     for row, length in enumerate(lengths):
         longer[row, : length + more] = [*tokens[row, :length], *np.asarray(passed[row])]
-    expected = prefill(model.params, jnp.asarray(longer), jnp.asarray(lengths + more), 24, FLOAT32)
+    expected = start_at(longer, lengths + more)
     np.testing.assert_array_equal(end.token_B, expected.token_B)
     for row, length in enumerate(lengths):
         for found, whole in zip(jax.tree.leaves(end.cache), jax.tree.leaves(expected.cache), strict=True):
@@ -43,51 +52,49 @@ def test_decoding_makes_the_cache_that_a_longer_prompt_has(shape):
             np.testing.assert_allclose(used, whole[:, row, : length + more], atol=2e-5)
 
 
-def test_tokens_are_those_of_whole_forward_passes_in_the_order_of_the_prompts():
-    model, prompts = toy_model(), prompts_of([5, 40, 1, 17, 70])
-    rows = Generator(model, batch_size=2, max_length=LONGEST)(prompts, max_new_tokens=20, is_done=never)
+def test_tokens_are_those_of_whole_forward_passes_in_the_order_of_the_prompts(model, generate):
+    prompts = prompts_of([5, 12, 1, 17, 31])
+    rows = generate(prompts, max_new_tokens=20, is_done=never)
     assert rows == [continue_slowly(model, prompt, 20) for prompt in prompts]
     assert len(set(map(tuple, rows))) == 5
 
 
-def test_row_ends_at_eos_and_where_it_is_done():
-    model, prompts = toy_model(), prompts_of([7, 12])
-    first, second = (continue_slowly(model, prompt, 40) for prompt in prompts)
+def test_row_ends_at_eos(model):
+    prompts = prompts_of([7, 12])
+    first, second = (continue_slowly(model, prompt, 20) for prompt in prompts)
     eos = next(token for token in first[2:] if token not in second and token not in first[:2])
-    ending = toy_model_with_eos(model, eos)
-    rows = Generator(ending, batch_size=2, max_length=LONGEST)(prompts, max_new_tokens=40, is_done=never)
+    ending = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, eos_id=eos))
+    rows = Generator(ending, batch_size=2, max_length=LONGEST)(prompts, max_new_tokens=20, is_done=never)
     assert rows == [first[: first.index(eos)], second]
-    asked = []
+
+
+def test_row_ends_where_it_is_done(model, generate):
+    (prompt,), asked = prompts_of([7]), []
 
     def done_at_ten(ids):
         asked.append(len(ids))
         return len(ids) >= 10
 
-    (row,) = Generator(model, batch_size=2, max_length=LONGEST)(prompts[:1], max_new_tokens=40, is_done=done_at_ten)
-    assert row == first[: len(row)] and 10 <= len(row) < 40
+    (row,) = generate([prompt], max_new_tokens=20, is_done=done_at_ten)
+    assert row == continue_slowly(model, prompt, len(row)) and 10 <= len(row) < 20
     assert asked == [len(row)]  # done at the first look, and not asked again
 
 
-def toy_model_with_eos(model, eos):
-    return dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, eos_id=eos))
-
-
-def test_two_programs_a_padded_length_and_number_of_tokens():
-    generate = Generator(toy_model(), batch_size=2, max_length=LONGEST)
-    for lengths in ([3, 5, 30], [31], [40, 64, 50], [8]):
-        generate(prompts_of(lengths), max_new_tokens=4, is_done=never)
+def test_two_programs_a_padded_length_and_number_of_chunks(model):
+    generate = Generator(model, batch_size=2, max_length=LONGEST)
+    for lengths, count in (([3, 5, 30], 4), ([31], 15), ([8], 16), ([33, 64], 4)):
+        generate(prompts_of(lengths), max_new_tokens=count, is_done=lambda ids: True)
     assert generate.compilations == 4
-    generate(prompts_of([8]), max_new_tokens=15, is_done=never)  # as many chunks as before
-    assert generate.compilations == 4
+    assert generate([], max_new_tokens=4, is_done=never) == []
 
 
-def test_cache_has_the_dtype_of_the_config():
-    model = toy_model()
-    progress = jax.eval_shape(
-        lambda: prefill(model.params, jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32), 8, jnp.dtype("bfloat16"))
-    )
+def test_dtype_is_that_of_the_config():
+    generate = Generator(toy_model(compute_dtype="bfloat16"), batch_size=1, max_length=LONGEST)
+    with jax.numpy_dtype_promotion("standard"):  # inside JAX's attention
+        (row,) = generate(prompts_of([5]), max_new_tokens=3, is_done=never)
+        progress = jax.eval_shape(lambda: generate._start(generate._model.params, *_ONE_ROW, num_slots=8))
+    assert len(row) == 3
     assert {leaf.dtype for leaf in jax.tree.leaves(progress.cache)} == {jnp.dtype("bfloat16")}
-    rows = Generator(toy_model(compute_dtype="bfloat16"), batch_size=1, max_length=LONGEST)(
-        prompts_of([5]), max_new_tokens=3, is_done=never
-    )
-    assert [len(row) for row in rows] == [3]
+
+
+_ONE_ROW = np.zeros((1, 4), np.int32), np.ones(1, np.int32)

@@ -68,11 +68,11 @@ def test_whole_texts_are_scored_in_windows(model, texts):
 
 def test_generated_text_ends_where_the_task_says(model, texts):
     prompts = ["Hello", "Once upon a time", ""]
-    whole = [TOKENIZER.decode(continue_slowly(model, ids(prompt) or [BOS], 24)) for prompt in prompts]
+    whole = [TOKENIZER.decode(continue_slowly(model, ids(prompt) or [BOS], 16)) for prompt in prompts]
     assert all(len(text) > 8 for text in whole)
     end = whole[1][5:7]
-    requests = [(prompts[0], {"max_gen_toks": 24}), (prompts[1], {"until": [end], "max_gen_toks": 24})]
-    requests += [(prompts[2], {"max_gen_toks": 24}), (prompts[0], {"until": whole[0][0], "max_gen_toks": 24})]
+    requests = [(prompts[0], {"max_gen_toks": 16}), (prompts[1], {"until": [end], "max_gen_toks": 16})]
+    requests += [(prompts[2], {"max_gen_toks": 16}), (prompts[0], {"until": whole[0][0], "max_gen_toks": 16})]
     assert texts.generations(requests) == [whole[0], whole[1].split(end)[0], whole[2], ""]
 
 

@@ -5,9 +5,10 @@ import numpy as np
 
 from mecefo_jax.config import Config, DataConfig, ModelConfig
 from mecefo_jax.data.tokenizer import ByteTokenizer
-from mecefo_jax.model import Model, init_model
+from mecefo_jax.model import init_model
 from mecefo_jax.trained import TrainedModel
 
+_forward = jax.jit(lambda params, tokens_BT: params(tokens_BT, jax.numpy.dtype("float32")))
 TOKENIZER = ByteTokenizer()
 LONGEST = 96
 
@@ -16,6 +17,8 @@ def toy_model(seed: int = 0, **fields) -> TrainedModel:
     """Two layers; ``fields`` of ``ModelConfig`` in place of those here."""
     shape = {"hidden_size": 32, "ffn_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 512}
     model = ModelConfig(**shape | {"vocab_size": TOKENIZER.vocab_size, "norm_eps": 1e-4, "rope_base": 500.0} | fields)
+    vocab_size = model.vocab_size
+    assert vocab_size is not None
     config = Config(model=model, data=DataConfig(seq_len=LONGEST))
     rng = np.random.default_rng(seed)
 
@@ -23,14 +26,17 @@ def toy_model(seed: int = 0, **fields) -> TrainedModel:
         # Matrices ten times as large make logits of order 1; norms begin as ones, which would hide their absence.
         return leaf * 10 if leaf.ndim > 2 or leaf.shape[-1] > 64 else leaf * rng.uniform(0.5, 1.5, leaf.shape)
 
-    params = jax.tree.map(lambda leaf: jax.numpy.asarray(livelier(leaf), leaf.dtype), init_model(model, 258, seed))
+    params = jax.tree.map(
+        lambda leaf: jax.numpy.asarray(livelier(leaf), leaf.dtype), init_model(model, vocab_size, seed)
+    )
     return TrainedModel(config=config, params=params, tokenizer=TOKENIZER, step=1)
 
 
 def logits_of(model: TrainedModel, ids) -> np.ndarray:
-    """``[T, V]`` in float64: a forward pass over one row without padding."""
-    params: Model = model.params
-    return np.asarray(params(np.asarray([ids], np.int32), jax.numpy.dtype("float32"))[0], np.float64)
+    """``[T, V]`` in float64, from one row alone; padding behind it cannot reach it (tests/test_model.py)."""
+    padded = -(-len(ids) // 128) * 128
+    tokens = np.pad(np.asarray([ids], np.int32), ((0, 0), (0, padded - len(ids))))
+    return np.asarray(_forward(model.params, tokens)[0, : len(ids)], np.float64)
 
 
 def logprobs_of(model: TrainedModel, ids) -> np.ndarray:

@@ -1,0 +1,233 @@
+"""Tasks of local files through EleutherAI's harness, against its own Hugging Face backend on the same weights."""
+
+import dataclasses
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from mecefo_jax.data.tokenizer import train_bpe
+from mecefo_jax.evaluation.text_model import TextModel
+from tests.evaluation.toy import LONGEST, toy_model
+
+MISSING = [name for name in ("lm_eval", "torch", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("default"),  # of the harness and what it imports
+    pytest.mark.slow,
+]
+TASKS = ("toy_choice", "toy_text", "toy_answer")
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on; what a fox! "
+
+CHOICE = """
+task: toy_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{question}} Answer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+WHOLE = """
+task: toy_text
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+"""
+ANSWER = """
+task: toy_answer
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["o", "qu"], max_gen_toks: 20, do_sample: false}
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights and a trained tokenizer, so that tokens have many lengths."""
+    tokenizer = train_bpe(iter([TEXT * 20]), 290)
+    toy = toy_model(vocab_size=tokenizer.vocab_size)
+    return dataclasses.replace(toy, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with the tasks and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
+    words = TEXT.split()
+
+    def some(least, most):
+        return " ".join(rng.choice(words, rng.integers(least, most)))
+
+    documents = [
+        {
+            "question": some(1, 60) + ("" if number % 2 else " "),
+            "choices": [some(1, 6) for _ in range(3)],
+            "label": int(rng.integers(3)),
+            "text": some(1, 250),
+            "answer": some(1, 3),
+        }
+        for number in range(10)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, text in zip(TASKS, (CHOICE, WHOLE, ANSWER), strict=True):
+        (folder / f"{name}.yaml").write_text(text.replace("DATA", str(folder / "data.jsonl")))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
+def run_ours(model, tasks, num_fewshot, **options):
+    from mecefo_jax.evaluation.harness import results_table, run_tasks
+
+    texts = TextModel(model, batch_size=4, **options)
+    results = run_tasks(texts, TASKS, include_path=tasks, num_fewshot=num_fewshot)
+    assert all(name in results_table(results) for name in TASKS)
+    return results
+
+
+def run_theirs(model, tasks, num_fewshot, **options):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    language_model = HFLM(
+        pretrained=llama(model), tokenizer=fast_tokenizer(model), batch_size=1, device="cpu", **options
+    )
+    return lm_eval.simple_evaluate(
+        model=language_model,
+        tasks=list(TASKS),
+        num_fewshot=num_fewshot,
+        task_manager=TaskManager(include_path=str(tasks)),
+    )
+
+
+def fast_tokenizer(model, **options):
+    import tokenizers
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(model.tokenizer.content),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        clean_up_tokenization_spaces=False,
+        **options,
+    )
+
+
+def llama(model):
+    """The same weights in Hugging Face's model."""
+    import torch
+    import transformers
+
+    shape = model.config.model
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocab_size,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+        max_position_embeddings=shape.max_seq_len,
+        bos_token_id=model.tokenizer.bos_id,
+        eos_token_id=model.tokenizer.eos_id,
+        tie_word_embeddings=False,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    params, blocks = model.params, model.params.blocks
+    state = {
+        "model.embed_tokens.weight": params.embedding[...],
+        "model.norm.weight": params.final_norm.scale[...],
+        "lm_head.weight": params.head.kernel[...].T,
+    }
+    of_layer = {
+        "input_layernorm": blocks.norm1.scale[...],
+        "post_attention_layernorm": blocks.norm2.scale[...],
+        "self_attn.q_proj": blocks.attention.query.kernel[...],
+        "self_attn.k_proj": blocks.attention.key.kernel[...],
+        "self_attn.v_proj": blocks.attention.value.kernel[...],
+        "self_attn.o_proj": blocks.attention.out.kernel[...],
+        "mlp.gate_proj": blocks.feed_forward.gate.kernel[...],
+        "mlp.up_proj": blocks.feed_forward.up.kernel[...],
+        "mlp.down_proj": blocks.feed_forward.down.kernel[...],
+    }
+    for layer in range(shape.num_layers):
+        state |= {f"model.layers.{layer}.{name}.weight": stacked[layer].T for name, stacked in of_layer.items()}
+    theirs.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in state.items()})
+    return theirs.eval()
+
+
+def answers(results, task):
+    """What the model answered to each document of a task."""
+    samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    return [[response[0] for response in sample["resps"]] for sample in samples]
+
+
+def assert_same(ours, theirs):
+    for name in TASKS:
+        assert len(answers(ours, name)) == len(answers(theirs, name)) == 10
+    assert answers(ours, "toy_answer") == answers(theirs, "toy_answer")
+    for mine, other in zip(answers(ours, "toy_choice"), answers(theirs, "toy_choice"), strict=True):
+        np.testing.assert_allclose([pair[0] for pair in mine], [pair[0] for pair in other], atol=1e-4, rtol=0)
+        assert [bool(pair[1]) for pair in mine] == [bool(pair[1]) for pair in other]
+    # Sums over up to 1,500 tokens, float32 in their case: relative to the sum.
+    mine, other = (np.asarray(answers(results, "toy_text"), float) for results in (ours, theirs))
+    np.testing.assert_allclose(mine, other, atol=1e-4, rtol=1e-6)
+    for name in ("toy_choice", "toy_answer"):
+        assert ours["results"][name] == pytest.approx(theirs["results"][name], nan_ok=True)
+    for metric, value in theirs["results"]["toy_text"].items():
+        assert ours["results"]["toy_text"][metric] == pytest.approx(value, rel=1e-6), metric
+
+
+@pytest.mark.parametrize(("num_fewshot", "max_length"), [(0, LONGEST), (2, 400)])
+def test_numbers_and_texts_are_those_of_the_hugging_face_backend(model, tasks, num_fewshot, max_length):
+    ours = run_ours(model, tasks, num_fewshot, max_length=max_length)
+    theirs = run_theirs(model, tasks, num_fewshot, max_length=max_length)
+    assert_same(ours, theirs)
+    # That the comparison is not about nothing: answers differ, end early and late, and both outcomes occur.
+    texts = [answer for (answer,) in answers(ours, "toy_answer")]
+    assert len(set(texts)) > 5 and not any("o" in text or "qu" in text for text in texts)
+    assert 0 < ours["results"]["toy_choice"]["acc,none"] < 1
+    difference = [
+        abs(mine[0][0] - other[0][0])
+        for mine, other in zip(*(answers(r, "toy_choice") for r in (ours, theirs)), strict=True)
+    ]
+    print(f"largest difference of a log-likelihood: {max(difference):.1e}")
+
+
+def test_unknown_task_is_named(model, tasks):
+    from mecefo_jax.errors import ConfigError
+    from mecefo_jax.evaluation.harness import run_tasks
+
+    with pytest.raises(ConfigError, match="--tasks: the harness and .* has no task toy_chioce"):
+        run_tasks(TextModel(model, batch_size=2), ["toy_text", "toy_chioce"], include_path=tasks)
