@@ -9,6 +9,9 @@ from jaxtyping import Int32
 _SHORTEST = 32
 """A row shorter than this costs as much as one of this length, and would cost a compilation of its own."""
 
+_STEP = 64
+"""Attention kernels of accelerators want lengths that they can cut into blocks."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -21,9 +24,9 @@ class Batch:
 
 
 def bucket(length: int, longest: int) -> int:
-    """The smallest power of two that is no smaller than ``length`` (and no smaller than 32), or ``longest`` itself."""
+    """What a row is padded to: a power of two, 32 at least; or ``longest`` in whole 64s, where that is less."""
     assert 0 < length <= longest, (length, longest)
-    return min(max(_SHORTEST, 1 << (length - 1).bit_length()), longest)
+    return min(max(_SHORTEST, 1 << (length - 1).bit_length()), -(-longest // _STEP) * _STEP)
 
 
 def batches(lengths: Sequence[int], *, batch_size: int, longest: int) -> Iterator[Batch]:

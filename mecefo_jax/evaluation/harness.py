@@ -4,7 +4,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from mecefo_jax.errors import ConfigError
+from mecefo_jax.config_values import check_range
+from mecefo_jax.errors import ConfigError, DataError
 from mecefo_jax.evaluation.text_model import TextModel
 
 try:
@@ -40,6 +41,18 @@ class HarnessModel(LM):
         return self._model.generations([request.args for request in requests])
 
 
+class _Tasks(TaskManager):
+    """The harness's tasks, and those of a folder."""
+
+    def load(self, names: Any) -> Any:
+        """Tasks with their documents, which may have to be downloaded."""
+        try:
+            return super().load(names)
+        except Exception as error:  # whatever a task's own code, its files or the network raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"--tasks {','.join(names)}: cannot be loaded ({reason})") from error
+
+
 def run_tasks(
     model: TextModel,
     tasks: Sequence[str],
@@ -62,8 +75,11 @@ def run_tasks(
 
     Raises:
         ConfigError: there is no such task, or it wants what the model cannot do.
+        DataError: the documents of a task cannot be had, or not be encoded.
     """
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    check_range("--limit", limit, at_least=1)
+    check_range("--num-fewshot", num_fewshot, at_least=0)
+    manager = _Tasks(include_path=None if include_path is None else str(include_path))
     for task in tasks:
         if not manager.match_tasks([task]):
             where = "" if include_path is None else f" and {include_path}"

@@ -54,7 +54,7 @@ def test_one_program_a_padded_length(model):
     rng = np.random.default_rng(1)
     for length in (3, 20, 33, 34, 60, 65, 97, 10, 50):
         score([Span(tokens=rng.integers(0, 258, length).tolist(), num_scored=1)] * 3)
-    assert score.compilations == 3  # 32, 64, and 96 in place of 128
+    assert score.compilations == 3  # 32, 64 and 128
     assert score([]) == []
 
 
