@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 from mecefo_jax.evaluation.scoring import Scorer, Span
-from tests.evaluation.toy import LONGEST, logits_of, logprobs_of, toy_model
-
-# Logits of order 1 in float32, computed in other shapes: about 1e-6 a token, over at most 96 tokens.
-TOLERANCE = 1e-4
+from tests.evaluation.toy import LONGEST, TOLERANCE, logits_of, logprobs_of, toy_model
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ import pytest
 
 from mecefo_jax.errors import ConfigError
 from mecefo_jax.evaluation.text_model import TextModel
-from tests.evaluation.test_scoring import TOLERANCE
-from tests.evaluation.toy import LONGEST, TOKENIZER, continue_slowly, logprobs_of, toy_model
+from tests.evaluation.toy import LONGEST, TOKENIZER, TOLERANCE, continue_slowly, logprobs_of, toy_model
 
 BOS = TOKENIZER.bos_id
 LONG = "It was a long text about very little, and it went on for as long as anybody cared to listen to it. " * 3

@@ -11,6 +11,8 @@ from mecefo_jax.trained import TrainedModel
 _forward = jax.jit(lambda params, tokens_BT: params(tokens_BT, jax.numpy.dtype("float32")))
 TOKENIZER = ByteTokenizer()
 LONGEST = 96
+# Logits of order 1 in float32, computed in other shapes: about 1e-6 a token, over at most so many tokens.
+TOLERANCE = 1e-4
 
 
 def toy_model(seed: int = 0, **fields) -> TrainedModel:
