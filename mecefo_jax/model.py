@@ -155,9 +155,13 @@ class Model(nnx.Module):
             return shard_batch(apply_block(block, x_BTD, positions, extra)), None
 
         x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.blocks, per_layer))
+        return self.logits(x_BTD)
+
+    def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in float32, of what the last block returned."""
         x_BTD = self.final_norm(x_BTD)
         # A tied head is cast first: XLA on CPU has no product for the transposed float32 gradient of bfloat16.
-        head_DV = table_VD.astype(compute_dtype).T if self.head is None else self.head.kernel[...]
+        head_DV = self.embedding[...].astype(x_BTD.dtype).T if self.head is None else self.head.kernel[...]
         return linear(x_BTD, head_DV, jnp.dtype(jnp.float32))
 
 

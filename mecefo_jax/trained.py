@@ -61,17 +61,26 @@ def open_trained(workdir: pathlib.Path, step: int | None = None) -> TrainedModel
         DataError: the tokenizer is missing or damaged.
         CheckpointError: there is no such checkpoint, or it cannot be read.
     """
-    if not (workdir / "config.json").exists():
-        raise ConfigError(
-            f"{workdir}: holds no config.json, so it is not a run directory; name one, such as runs/quickstart"
-        )
-    config = read_config(workdir / "config.json")
+    config = read_run_config(workdir)
     tokenizer = _open_tokenizer(workdir, config)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
     abstract = _OfState(abstract_params(config))
     found, tree, _ = read_checkpoint(workdir / "checkpoints", step, abstract)
     return TrainedModel(config=config, params=tree.params, tokenizer=tokenizer, step=found)
+
+
+def read_run_config(workdir: pathlib.Path) -> Config:
+    """The config of a run, as its directory holds it.
+
+    Raises:
+        ConfigError: it is not a run directory, or the config is none.
+    """
+    if not (workdir / "config.json").exists():
+        raise ConfigError(
+            f"{workdir}: holds no config.json, so it is not a run directory; name one, such as runs/quickstart"
+        )
+    return read_config(workdir / "config.json")
 
 
 def abstract_params(config: Config) -> PyTree[jax.ShapeDtypeStruct]:

@@ -1,0 +1,1 @@
+"""Evaluation of trained models: perplexity, scores of continuations, greedy generation, EleutherAI's harness."""
