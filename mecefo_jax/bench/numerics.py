@@ -95,7 +95,7 @@ def _basis_errors(params: Model) -> dict[str, float]:
     gram = jnp.einsum("ldr,lds->lrs", found, found, precision="highest")
     kept = [jnp.linalg.norm(project(w_LDF, v)) for v in (found, svd)]
     return {
-        "bases are orthonormal": float(jnp.linalg.norm(gram - jnp.eye(rank)) / np.sqrt(rank)),
+        "bases are orthonormal": float(jnp.linalg.norm(gram - jnp.eye(rank)[None]) / np.sqrt(rank)),
         "bases by iteration hold what those by SVD do": float(jnp.abs(kept[0] / kept[1] - 1)),
     }
 
