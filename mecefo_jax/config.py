@@ -188,14 +188,16 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with linear warm-up and a decay."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; None: a tenth of the run."""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """Form of the decay from the peak: half a cosine, or a straight line."""
     final_fraction: float = 0.1
-    """Learning rate at the end of the cosine decay, as a fraction of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only."""
     beta1: float = 0.9

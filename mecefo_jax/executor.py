@@ -17,11 +17,13 @@ from jaxtyping import Array, Int, PyTree
 from mecefo_jax.batches import BatchPlacer, MicrobatchSource, in_parts
 from mecefo_jax.config import Config
 from mecefo_jax.mesh import Cluster, Work, live_mesh, reassign, shardings, spec_of, stack, views
+from mecefo_jax.model import loss_sum
 from mecefo_jax.node_program import Flat, NodeProgram
 from mecefo_jax.state import TrainState
 from mecefo_jax.step import (
     LayerMasks,
     NodeBatch,
+    Objective,
     StepMetrics,
     Sums,
     evaluate,
@@ -36,18 +38,18 @@ from mecefo_jax.takeover import Plan
 class Programs:
     """What is compiled for a cluster: node programs once, and a reduction for each set of live sub-meshes."""
 
-    def __init__(self, config: Config, cluster: Cluster):
+    def __init__(self, config: Config, cluster: Cluster, objective: Objective):
         """Compile nothing yet."""
         masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
 
         def sums(state: TrainState, batch: NodeBatch) -> Sums:
-            return _with_leading_axis(node_gradients(*state_for_gradients(state), batch, config, masks))
+            return _with_leading_axis(node_gradients(*state_for_gradients(state), batch, config, masks, objective))
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, StepMetrics]:
             return update(state, _without_leading_axis(sums), config)
 
         def loss(state: TrainState, tokens_BT: Int[Array, "B T+1"]) -> tuple[Array, Array]:
-            return evaluate(state.params, tokens_BT, config)
+            return evaluate(state.params, tokens_BT, config, objective)
 
         def add(left: Sums, right: Sums) -> Sums:
             return jax.tree.map(jnp.add, left, right)
@@ -77,24 +79,25 @@ def _reduction(
 
 
 @functools.lru_cache(maxsize=8)
-def programs_for(config: Config, cluster: Cluster) -> Programs:
+def programs_for(config: Config, cluster: Cluster, objective: Objective) -> Programs:
     """The programs of a config's ``compiled_part``, shared by all runs of this process that it is equal for."""
-    return Programs(config, cluster)
+    return Programs(config, cluster, objective)
 
 
 class Executor:
     """The cluster's states, and the running of plans on them."""
 
-    def __init__(self, config: Config, cluster: Cluster, state: TrainState):
+    def __init__(self, config: Config, cluster: Cluster, state: TrainState, objective: Objective = loss_sum):
         """Start with every node live.
 
         Args:
             config: of the run.
             cluster: where it runs.
             state: on any one sub-mesh (or on the default device); its buffers are used up.
+            objective: what is minimized; by default the loss of predicting each token from those before it.
         """
         self._config, self._cluster = config, cluster
-        self._programs = programs_for(config.compiled_part, cluster)
+        self._programs = programs_for(config.compiled_part, cluster, objective)
         self._shardings = [jax.tree.leaves(shardings(mesh, state)) for mesh in cluster.submeshes]
         self._placers = [BatchPlacer(config, mesh, self.slots) for mesh in cluster.submeshes]
         flat = Flat.of(state)

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, the bases' refresh, and layers that are held where nothing exact is known.
+"""AdamW with warm-up and decay, the bases' refresh, and layers that are held where nothing exact is known.
 
 The chain leaves the learning rate to the caller (``step.update``), which reads it from the step, so that a skipped
 update does not shift the schedule.
@@ -34,15 +34,21 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-    """Linear warm-up to the peak, then half a cosine down to ``final_fraction`` of it at the last step."""
+    """Linear warm-up to the peak, then half a cosine or a line down to ``final_fraction`` of it at the last step."""
     optim, steps = config.optim, config.train.steps
     warmup = steps // 10 if optim.warmup_steps is None else optim.warmup_steps
+    first, last = optim.learning_rate / (warmup + 1), optim.learning_rate * optim.final_fraction
+    last_step = max(steps, warmup + 1)
+    if optim.decay == "linear":
+        rise = optax.linear_schedule(first, optim.learning_rate, warmup)
+        fall = optax.linear_schedule(optim.learning_rate, last, last_step - warmup)
+        return optax.join_schedules([rise, fall], [warmup])
     return optax.warmup_cosine_decay_schedule(
-        init_value=optim.learning_rate / (warmup + 1),
+        init_value=first,
         peak_value=optim.learning_rate,
         warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
-        end_value=optim.learning_rate * optim.final_fraction,
+        decay_steps=last_step,
+        end_value=last,
     )
 
 

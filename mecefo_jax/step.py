@@ -79,11 +79,23 @@ class StepMetrics:
     """Bases that a refresh left as they were, since the new ones were not finite, so far."""
 
 
+Objective = Callable[..., tuple[Float[Array, ""], Int[Array, ""]]]
+"""What is minimized, called as ``model.loss_sum``: (model, rows ``[B, T+1]`` of a microbatch, compute dtype,
+apply_block, per_layer) -> (sum, number of items that it is the sum of). Where items are no tokens, they are what
+``tokens`` counts here."""
+
 LayerMasks = Literal["all", "by_layer"]
 """Degraded microbatches are degraded in all layers, known when compiling; or in those that ``degraded_SL`` says."""
 
 
-def node_gradients(params: Model, bases: PyTree, batch: NodeBatch, config: Config, layer_masks: LayerMasks) -> Sums:
+def node_gradients(
+    params: Model,
+    bases: PyTree,
+    batch: NodeBatch,
+    config: Config,
+    layer_masks: LayerMasks,
+    objective: Objective = loss_sum,
+) -> Sums:
     """Sums over this node's microbatches: a loop over the exact ones, then one over the degraded ones.
 
     Trip counts are data, so every plan runs the same executable, and a loop that runs no microbatch costs nothing.
@@ -94,20 +106,27 @@ def node_gradients(params: Model, bases: PyTree, batch: NodeBatch, config: Confi
         batch: the microbatches.
         config: static.
         layer_masks: static; whether degraded microbatches may be exact in some layers.
+        objective: static; whose gradients.
     """
     dtype = compute_dtype(config.model)
     sums = zero_sums(params, config)
 
     def exact(slot: Int[Array, ""], sums: Sums) -> Sums:
-        (loss, tokens), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, batch.tokens_SBT[slot], dtype)
+        (loss, tokens), grads = jax.value_and_grad(objective, has_aux=True)(params, batch.tokens_SBT[slot], dtype)
         return _add(sums, batch.ids_S[slot], loss, tokens, grads, jnp.broadcast_to(tokens, (config.model.num_layers,)))
 
     sums = jax.lax.fori_loop(0, batch.num_exact, exact, sums)
-    return _add_degraded(sums, params, bases, batch, config, layer_masks)
+    return _add_degraded(sums, params, bases, batch, config, layer_masks, objective)
 
 
 def _add_degraded(
-    sums: Sums, params: Model, bases: PyTree, batch: NodeBatch, config: Config, layer_masks: LayerMasks
+    sums: Sums,
+    params: Model,
+    bases: PyTree,
+    batch: NodeBatch,
+    config: Config,
+    layer_masks: LayerMasks,
+    objective: Objective,
 ) -> Sums:
     """Add the degraded microbatches: differentiated only in what they give a gradient to."""
     switches, dtype = config.degraded, compute_dtype(config.model)
@@ -124,7 +143,7 @@ def _add_degraded(
 
     def loss(trained, coordinates, slot):
         per_layer = (_feed_forwards(bases), _feed_forwards(coordinates), batch.degraded_SL[slot])
-        return loss_sum(_combine(trained, fixed), batch.tokens_SBT[slot], dtype, apply_block, per_layer)
+        return objective(_combine(trained, fixed), batch.tokens_SBT[slot], dtype, apply_block, per_layer)
 
     def degraded(index, carry):
         sums, coordinate_sums = carry
@@ -218,9 +237,11 @@ def average_gradients(sums: Sums) -> Model:
     return jax.tree.map(average, sums.grads, attention_mask(sums.grads))
 
 
-def evaluate(params: Model, tokens_BT: Int[Array, "B T+1"], config: Config) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Summed loss of one microbatch in nats, and its number of tokens."""
-    return loss_sum(params, tokens_BT, compute_dtype(config.model))
+def evaluate(
+    params: Model, tokens_BT: Int[Array, "B T+1"], config: Config, objective: Objective = loss_sum
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Summed loss of one microbatch (in nats, if it is a likelihood), and its number of tokens."""
+    return objective(params, tokens_BT, compute_dtype(config.model))
 
 
 def state_for_gradients(state: TrainState) -> tuple[Model, PyTree]:

@@ -4,6 +4,8 @@ Reads parameters from the model's tree and nothing else of it. Gradients come fr
 projections and averages are float64 NumPy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,25 +56,47 @@ def _attention(x, weights, layer, config: ModelConfig):
     return jnp.einsum("bnts,bsnh->btnh", probabilities, v).reshape(B, T, -1) @ weights["out"][layer]
 
 
-def loss_sum(weights: dict, tokens, skipped_layers, config: ModelConfig):
-    """Summed loss of one microbatch; the attention branch of skipped layers is a constant to the gradient."""
-    x = weights["embedding"][jnp.maximum(tokens[:, :-1], 0)]
+def hidden(weights: dict, tokens, skipped_layers, config: ModelConfig):
+    """States after the final norm; the attention branch of skipped layers is a constant to the gradient."""
+    x = weights["embedding"][jnp.maximum(tokens, 0)]
     for layer in range(config.num_layers):
         branch = _attention(_norm(x, weights["norm1"][layer], config.norm_eps), weights["attention"], layer, config)
         m = x + (jax.lax.stop_gradient(branch) if skipped_layers[layer] else branch)
         ffn, h = weights["feed_forward"], _norm(m, weights["norm2"][layer], config.norm_eps)
         x = m + (jax.nn.silu(h @ ffn["gate"][layer]) * (h @ ffn["up"][layer])) @ ffn["down"][layer]
-    logits = _norm(x, weights["final_norm"], config.norm_eps) @ weights.get("head", weights["embedding"].T)
+    return _norm(x, weights["final_norm"], config.norm_eps)
+
+
+def loss_sum(weights: dict, tokens, skipped_layers, config: ModelConfig):
+    """Summed loss of predicting each token of one microbatch."""
+    x = hidden(weights, tokens[:, :-1], skipped_layers, config)
+    logits = x @ weights.get("head", weights["embedding"].T)
     targets = tokens[:, 1:]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), jnp.maximum(targets, 0)[..., None], axis=-1)
     return -jnp.sum(jnp.where(targets >= 0, picked[..., 0], 0.0))
 
 
-_gradient = jax.jit(jax.value_and_grad(loss_sum), static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _gradient(objective, weights, rows, skipped_layers, config):
+    return jax.value_and_grad(objective)(weights, rows, skipped_layers, config)
+
+
+def tokens_predicted(rows) -> int:
+    return int((rows[:, 1:] >= 0).sum())
 
 
 def step_gradients(
-    params, bases, microbatches, degraded_ML, computed_M, config: ModelConfig, *, skip=True, low_rank=True
+    params,
+    bases,
+    microbatches,
+    degraded_ML,
+    computed_M,
+    config: ModelConfig,
+    *,
+    skip=True,
+    low_rank=True,
+    objective=loss_sum,
+    count=tokens_predicted,
 ):
     """Loss and averaged gradients of a step, microbatch by microbatch.
 
@@ -82,6 +106,7 @@ def step_gradients(
         microbatches: ``[M, B, T+1]``.
         degraded_ML, computed_M: which layers are degraded, and which microbatches are computed at all.
         skip, low_rank: the switches (recomputing does not change a gradient).
+        objective, count: the summed loss of a microbatch, and how many items it is the sum of.
     """
     weights = to_dict(params)
     zeros = lambda: jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), weights)  # noqa: E731
@@ -90,7 +115,7 @@ def step_gradients(
     for m in np.flatnonzero(computed_M):
         degraded_L = degraded_ML[m]
         skipped = tuple(bool(d) and skip for d in degraded_L)
-        value, grads = _gradient(weights, jnp.asarray(microbatches[m]), skipped, config)
+        value, grads = _gradient(objective, weights, jnp.asarray(microbatches[m]), skipped, config)
         grads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), grads)
         if low_rank:
             for name in FFN:
@@ -99,9 +124,9 @@ def step_gradients(
                     v, g = v_LDR[layer], grads["feed_forward"][name][layer]
                     grads["feed_forward"][name][layer] = v @ (v.T @ g)
         total = jax.tree.map(np.add, total, grads)
-        count = int((microbatches[m][:, 1:] >= 0).sum())
-        loss, tokens = loss + float(value), tokens + count
-        exact_tokens_L += np.where(skipped, 0, count)
+        items = count(microbatches[m])
+        loss, tokens = loss + float(value), tokens + items
+        exact_tokens_L += np.where(skipped, 0, items)
     divisor_L = np.maximum(exact_tokens_L, 1)
     average = {
         name: jax.tree.map(

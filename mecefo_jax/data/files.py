@@ -23,7 +23,7 @@ from mecefo_jax.errors import DataError
 _TEXT_SUFFIXES = (".txt",)
 _LINES_SUFFIXES = (".jsonl", ".json")
 _SETTLED_SECONDS = 2.0
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def files_source(config: DataConfig, hash_cache: pathlib.Path) -> Source:
@@ -153,19 +153,19 @@ def _documents(files: Sequence[tuple[pathlib.Path, Split | None]], rejects: Reje
 
 
 def _read_text(path: pathlib.Path, rejects: Rejects) -> Iterator[tuple[str, int]]:
-    with _open(path) as (stream, raw):
+    with open_bytes(path) as (stream, raw):
         content = stream.read()
         try:
-            yield content.removeprefix(_BYTE_ORDER_MARK).decode(), raw.tell()
+            yield content.removeprefix(BYTE_ORDER_MARK).decode(), raw.tell()
         except UnicodeDecodeError as error:
-            rejects.add(f"{path}", _not_utf8(error))
+            rejects.add(f"{path}", not_utf8(error))
 
 
 def _read_lines(path: pathlib.Path, rejects: Rejects) -> Iterator[tuple[str, int]]:
-    with _open(path) as (stream, raw):
+    with open_bytes(path) as (stream, raw):
         for number, line in enumerate(stream, start=1):
             if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+                line = line.removeprefix(BYTE_ORDER_MARK)
             try:
                 text = _parse_line(line)
             except ValueError as error:
@@ -176,25 +176,14 @@ def _read_lines(path: pathlib.Path, rejects: Rejects) -> Iterator[tuple[str, int
 
 def _parse_line(line: bytes) -> str:
     """Return the field "text" of a JSON line; ValueError with the reason if there is none."""
-    try:
-        decoded = line.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(_not_utf8(error)) from error
-    if not decoded.strip():
-        raise ValueError("empty line")
-    try:
-        record = json.loads(decoded)
-    except RecursionError as error:
-        raise ValueError("not JSON (nested too deeply)") from error
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
+    record = parse_json(line)
     if not isinstance(record, dict):
-        raise ValueError(f'not an object with a field "text" but {_json_type(record)}')
+        raise ValueError(f'not an object with a field "text" but {json_type(record)}')
     if "text" not in record:
         raise ValueError('no field "text"')
     text = record["text"]
     if not isinstance(text, str):
-        raise ValueError(f'field "text" is not a string but {_json_type(text)}')
+        raise ValueError(f'field "text" is not a string but {json_type(text)}')
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -202,18 +191,40 @@ def _parse_line(line: bytes) -> str:
     return text
 
 
-def _json_type(value: object) -> str:
+def parse_json(line: bytes) -> Any:
+    """Return the value of a JSON line; ValueError with the reason if there is none."""
+    try:
+        decoded = line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
+    if not decoded.strip():
+        raise ValueError("empty line")
+    try:
+        return json.loads(decoded)
+    except RecursionError as error:
+        raise ValueError("not JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+
+
+def json_type(value: object) -> str:
+    """Return in words what a value read from JSON is."""
     names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return in words what is wrong with bytes that are not text."""
     return f"not UTF-8 ({error.reason} at byte {error.start})"
 
 
 @contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file for reading: the stream of its content, and the raw one that tells how far reading has come."""
+def open_bytes(path: pathlib.Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, gzipped or not: the stream of its content, and the raw one that tells how far reading has come.
+
+    Raises:
+      DataError: it cannot be read, now or while the block lasts, or is a damaged gzip file.
+    """
     try:
         with open(path, "rb") as raw:
             if path.name.lower().endswith(".gz"):
