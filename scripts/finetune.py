@@ -69,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
         ("batch-size", integer, "sequences of a step, over all nodes"),
         ("learning-rate", number, "peak; warm-up over a tenth of the steps, then a linear decay to zero"),
         ("seed", integer, "of the head, of the order of examples and of failures"),
-        ("nodes", integer, "nodes, which share the devices that there are"),
+        ("nodes", integer, "nodes, which fail"),
+        ("devices", integer, "devices that the nodes share, one a node at most (all)"),
         ("microbatches-per-node", integer, "microbatches of a node in a healthy step"),
         ("max-length", integer, "tokens of an example (data.seq_len of the run)"),
     ):
@@ -124,7 +125,9 @@ def with_failures(pretrained: Config, settings: Settings, shorthands: dict[str, 
     scanned = scan(words)
     others = [key for key in scanned.settings if key.partition(".")[0] not in _SECTIONS]
     if scanned.name is not None or scanned.workdir is not None or scanned.print_config or scanned.show_help or others:
-        raise ConfigError(f"got {' '.join(words)}; besides the flags of --help there are settings of {_SECTIONS}")
+        raise ConfigError(
+            f"got {' '.join(words)}; besides the flags of --help there are settings of faults.*, degraded.* and basis.*"
+        )
     for key in shorthands.keys() & scanned.settings.keys():
         raise ConfigError(f"{key}: given twice; leave out --{key} or --{key.partition('.')[2]}")
     plain = to_dict(pretrained)

@@ -34,6 +34,7 @@ from mecefo_jax.takeover import Plan
 from mecefo_jax.trained import TrainedModel
 
 _outputs = jax.jit(outputs, static_argnums=2)
+_fresh_state = jax.jit(fresh_state, static_argnums=0)
 
 
 def fine_tune(
@@ -93,7 +94,7 @@ class FineTuning:
         self._cost = run_degraded_cost(config, task.num_outputs)
         self.progress = Progress()
         self._membership = Membership(config, self._cost, self.progress, log, 0)
-        state = jax.jit(fresh_state, static_argnums=0)(config, classifier)
+        state = _fresh_state(config.compiled_part, classifier)
         self._executor = self._make_executor(config.data.seq_len, state)
         self._length = config.data.seq_len
         self._pending: tuple[int, Plan, StepMetrics] | None = None

@@ -23,7 +23,9 @@ class Settings:
     seed: int = 0
     """Seed of the head, of the order of examples and of fault scenarios."""
     nodes: int = 4
-    """Nodes; they share the devices that there are."""
+    """Nodes that fail."""
+    devices: int | None = None
+    """Devices that the nodes share, one a node at most; None: all that there are."""
     microbatches_per_node: int = 2
     """Microbatches that a node computes in a step while all nodes are healthy."""
     max_length: int | None = None
@@ -33,7 +35,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range, or the batch does not divide."""
-        for field in ("epochs", "batch_size", "nodes", "microbatches_per_node"):
+        for field in ("epochs", "batch_size", "nodes", "devices", "microbatches_per_node"):
             check_range(_flag(field), getattr(self, field), at_least=1)
         check_range("--learning-rate", self.learning_rate, above=0)
         check_range("--seed", self.seed, at_least=0)
@@ -72,13 +74,14 @@ def fine_tuning_config(
     """
     max_length = pretrained.data.seq_len if settings.max_length is None else settings.max_length
     check_range("--max-length", max_length, at_least=_SHORTEST, at_most=pretrained.model.max_seq_len)
+    check_range("--devices", settings.devices, at_most=num_devices)
     if faults.scenario == "live":
         raise ConfigError("--scenario: got live, expected another one: in fine-tuning, failures are emulated")
     return Config(
         name=pretrained.name,
         model=pretrained.model,
         data=dataclasses.replace(pretrained.data, seq_len=max_length),
-        mesh=MeshConfig(num_nodes=settings.nodes, num_submeshes=min(settings.nodes, num_devices)),
+        mesh=MeshConfig(num_nodes=settings.nodes, num_submeshes=min(settings.nodes, settings.devices or num_devices)),
         train=TrainConfig(
             steps=steps,
             microbatch_size=settings.batch_size // (settings.nodes * settings.microbatches_per_node),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mecefo_jax.config import BasisConfig, Config, FaultsConfig
+from mecefo_jax.config import BasisConfig, Config, FaultsConfig, MeshConfig
 from mecefo_jax.executor import Executor
 from mecefo_jax.finetune.classifier import classification_loss, make_classifier, outputs, regression_loss
 from mecefo_jax.mesh import make_cluster
@@ -20,7 +20,10 @@ from tests import naive
 from tests.tiny import LAYERS, NODES, PER_NODE, SEQ, VOCAB, plan_for, tiny_config
 
 CLASSES = 3
+ONE_SUBMESH = MeshConfig(num_nodes=NODES, num_submeshes=1)
 F32 = jnp.dtype("float32")
+compiled = jax.jit(outputs, static_argnums=2)
+compiled_state = jax.jit(fresh_state, static_argnums=0)
 # As in tests/test_step.py: sums of 16 microbatches in float32 in another order, a few ulp of the largest terms.
 RELATIVE_ERROR = 1e-5
 
@@ -48,7 +51,9 @@ def classifier(config: Config, num_outputs: int = CLASSES):
 
 def sums_under(config: Config, plan, objective, rows: np.ndarray, num_outputs: int = CLASSES):
     cluster = make_cluster(config.mesh)
-    executor = Executor(config, cluster, fresh_state(config, classifier(config, num_outputs)), objective)
+    executor = Executor(
+        config, cluster, compiled_state(config.compiled_part, classifier(config, num_outputs)), objective
+    )
     sums = executor.step_sums(0, plan, lambda _, number: rows[number])
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0], next(iter(sums.values())).tree), executor
 
@@ -73,10 +78,11 @@ def num_real(rows) -> int:
     return int((rows[:, 0] >= 0).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regression", [False, True], ids=["classes", "numbers"])
 def test_a_healthy_step_has_the_plain_gradient(regression):
     """That of the mean over all sequences, differentiated at once; padding rows neither count nor spoil it."""
-    config, objective = tiny_config(), regression_loss if regression else classification_loss
+    config, objective = tiny_config(ONE_SUBMESH), regression_loss if regression else classification_loss
     rows, num_outputs = batch(regression), 1 if regression else CLASSES
     sums, executor = sums_under(config, plan_for((), "neighbor", config), objective, rows, num_outputs)
 
@@ -95,12 +101,13 @@ def test_a_healthy_step_has_the_plain_gradient(regression):
     assert_close(average_gradients(sums), grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
 @pytest.mark.parametrize("stages", [1, 3], ids=["nodes", "stages"])
 def test_failures_have_the_gradient_of_the_naive_reference(policy, stages):
     """Attention over the sequences of ``N_l``, the rest over all; low-rank feed-forwards; or exact."""
     faults = FaultsConfig(granularity="stage", num_stages=3) if stages > 1 else FaultsConfig()
-    config = tiny_config(basis=BasisConfig(rank=4), faults=faults)
+    config = tiny_config(ONE_SUBMESH, basis=BasisConfig(rank=4), faults=faults)
     plan = plan_for(((3, 1), (5, 0)) if stages > 1 else (3, 5), policy, config)
     sums, executor = sums_under(config, plan, classification_loss, batch())
     state = executor.state
@@ -134,21 +141,22 @@ def padded(*rows) -> jax.Array:
 def test_padding_changes_no_output(model):
     """Another width, other neighbours: the same sums, but XLA may order them otherwise."""
     rows = [[7, 3, 9, 4, 1], [5, 2], [8]]
-    together = outputs(model, padded(*rows), F32)
+    together = compiled(model, padded(*rows), F32)
     for row, output in zip(rows, together, strict=True):
-        alone = outputs(model, jnp.asarray([row], jnp.int32), F32)[0]
+        alone = compiled(model, jnp.asarray([row], jnp.int32), F32)[0]
         np.testing.assert_allclose(output, alone, rtol=1e-5, atol=1e-6)
     assert np.abs(np.asarray(together[0] - together[1])).max() > 1e-2
 
 
 def test_the_last_real_token_decides(model):
     """The gradient with respect to what stands at later positions (id 0, as which padding is read) is zero."""
-    gradient = jax.grad(lambda params: outputs(params, padded([7, 3, 9], [5, 3]), F32)[0, 0])(model)
+    of_first = lambda params: outputs(params, padded([7, 3, 9], [5, 3]), F32)[0, 0]  # noqa: E731
+    gradient = jax.jit(jax.grad(of_first))(model)
     of_token = np.abs(np.asarray(gradient.embedding[...])).max(axis=1)
     assert all(of_token[token] > 0 for token in (7, 3, 9))
     assert of_token[0] == 0 and of_token[5] == 0
     changed = [[7, 3, 9], [7, 3, 8], [2, 3, 9]]
-    first, other_last, other_first = np.asarray(outputs(model, padded(*changed), F32))
+    first, other_last, other_first = np.asarray(compiled(model, padded(*changed), F32))
     assert np.abs(first - other_last).max() > 1e-3 and np.abs(first - other_first).max() > 1e-6
 
 
