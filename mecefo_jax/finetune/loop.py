@@ -17,6 +17,7 @@ import numpy as np
 from mecefo_jax.config import BasisConfig, Config, DegradedConfig, FaultsConfig
 from mecefo_jax.errors import ConfigError, NonFiniteError
 from mecefo_jax.executor import Executor
+from mecefo_jax.faults import make_fault_source
 from mecefo_jax.finetune.classifier import classification_loss, make_classifier, outputs, regression_loss
 from mecefo_jax.finetune.kept import BestEpoch
 from mecefo_jax.finetune.rows import Rows, bucket, encode, epoch_order
@@ -30,7 +31,7 @@ from mecefo_jax.model import Model, compute_dtype
 from mecefo_jax.progress import Progress
 from mecefo_jax.state import TrainState, fresh_state
 from mecefo_jax.step import StepMetrics
-from mecefo_jax.takeover import Plan
+from mecefo_jax.takeover import Plan, make_plan
 from mecefo_jax.trained import TrainedModel
 
 _outputs = jax.jit(outputs, static_argnums=2)
@@ -74,6 +75,7 @@ def fine_tune(
         degraded=degraded,
         basis=basis,
     )
+    _check_failures(config, task)
     train, dev = (encode(part, task, model.tokenizer, config.data.seq_len) for part in (task.train, task.dev))
     _make_empty(out)
     with RunLog(out, total_steps=steps, num_nodes=settings.nodes) as log:
@@ -227,6 +229,18 @@ def _batches_by_length(rows: Rows, config: Config) -> Iterator[tuple[np.ndarray,
         of_length = np.flatnonzero(lengths == length)
         for start in range(0, len(of_length), config.global_batch_size):
             yield of_length[start : start + config.global_batch_size], int(length)
+
+
+def _check_failures(config: Config, task: Task) -> None:
+    """Refuse failures or a policy that no plan can be made of, before there is a directory to clear away."""
+    source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
+    make_plan(
+        np.ones((source.num_nodes, source.num_stages), bool),
+        config.faults.policy,
+        microbatches_per_node=config.train.microbatches_per_node,
+        degraded_cost=run_degraded_cost(config, task.num_outputs),
+        slack=config.faults.slack,
+    )
 
 
 def _make_empty(out: pathlib.Path) -> None:

@@ -4,7 +4,9 @@ A folder holds ``train`` and ``dev``, each as ``.tsv`` (tabs, a header, no quoti
 are whole numbers or words, which name classes, or numbers with a fraction, which are to be predicted themselves.
 """
 
+import contextlib
 import dataclasses
+import logging
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,10 +226,12 @@ def _read_tfds(name: str) -> tuple[list[Example], list[Example]]:
     from mecefo_jax.data import tfds_text
 
     try:
-        builder = tfds_text.find_builder(name)
+        with _silent_warnings():
+            builder = tfds_text.find_builder(name)
+            is_prepared = builder.is_prepared()
     except (tfds.core.DatasetNotFoundError, ValueError) as error:  # the latter: not spelled as a dataset's name
         raise DataError(f"--task {name}: neither a folder nor a dataset of TensorFlow Datasets") from error
-    if not builder.is_prepared():
+    if not is_prepared:
         raise DataError(
             f"--task {name}: not prepared on this machine ({builder.data_path} is not there); run `tfds build {name} "
             "--file_format=array_record` where there is a network, or name a folder with train.tsv and dev.tsv"
@@ -236,6 +240,18 @@ def _read_tfds(name: str) -> tuple[list[Example], list[Example]]:
     if held_out is None or "train" not in builder.info.splits:
         raise DataError(f"--task {name}: no splits train and validation among {', '.join(builder.info.splits)}")
     return _tfds_split(builder, "train"), _tfds_split(builder, held_out)
+
+
+@contextlib.contextmanager
+def _silent_warnings() -> Iterator[None]:
+    """Without the warning of a dataset that is not prepared, which the error says better."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _tfds_split(builder: Any, split: str) -> list[Example]:

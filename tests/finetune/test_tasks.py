@@ -190,6 +190,7 @@ def test_neither_a_folder_nor_a_dataset(data_dir, name):
         open_task(name)
 
 
-def test_glue_is_known(data_dir):
+def test_glue_is_known(data_dir, caplog):
     with pytest.raises(DataError, match=r"--task glue/sst2: not prepared .*`tfds build glue/sst2 "):
         open_task("glue/sst2")
+    assert not caplog.records

@@ -80,6 +80,7 @@ def test_mistakes_take_one_line(run, task, tmp_path, capsys, words, exit_code, m
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
+    assert not (tmp_path / "out").exists()  # which would have to be cleared away first
 
 
 def test_what_is_no_run_directory(task, tmp_path, capsys):
