@@ -54,7 +54,7 @@ def tune(out, task: Task, *, faults: FaultsConfig | None = None, model: TrainedM
     return fine_tune(
         small_model() if model is None else model,
         task,
-        Settings(**({"learning_rate": 5e-3, "devices": 1} | settings)),
+        Settings(**({"learning_rate": 3e-3, "devices": 1} | settings)),
         out,
         faults=FaultsConfig() if faults is None else faults,
         degraded=DegradedConfig(),

@@ -53,20 +53,6 @@ def test_learns_to_count(counting, policy):
 
 
 @pytest.mark.slow
-def test_reroute_is_the_failure_free_run_but_for_rounding(counting):
-    """Sums in another order differ by 1e-7; through six steps of an epoch's sixteen the loss stays close.
-
-    Adam's steps do not depend on the gradient's size, so what is rounding alone moves by up to the learning rate (5e-3)
-    a step, though only where the loss hardly depends on it: hence 1e-3 for an epoch's mean, where the approximations
-    of ``neighbor`` make more than 1e-2.
-    """
-    first = {policy: counting[policy][0]["each_epoch"][0]["train_loss"] for policy in POLICIES}
-    assert first["reroute"] == pytest.approx(first["none"], rel=1e-3)
-    assert abs(first["neighbor"] / first["none"] - 1) > 1e-2
-    assert counting["reroute"][0]["initial_loss"] == pytest.approx(counting["none"][0]["initial_loss"], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_the_best_epoch_is_kept(counting):
     """Read back, the kept parameters have the score that the summary names as the best."""
     summary, out = counting["neighbor"]
@@ -89,13 +75,13 @@ def test_what_is_written(counting):
     assert [row["step"] for row in evaluated] == [16 * epoch for epoch in range(1, EPOCHS + 1)]
     assert [row["eval/accuracy"] for row in evaluated] == [row["accuracy"] for row in summary["each_epoch"]]
     rates = [row["train/learning_rate"] for row in rows if "train/learning_rate" in row]
-    assert max(rates) <= 5e-3 and rates[-1] < rates[0] < rates[1]
+    assert max(rates) == pytest.approx(3e-3) and rates[-1] < rates[0] < rates[1]
     kinds = [event["kind"] for event in read_events(out / "events.jsonl")]
     assert kinds.count("failure") == summary["failures"] and kinds.count("epoch") == EPOCHS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "reroute"])
+@pytest.mark.parametrize("policy", ["none", "neighbor", "reroute"])
 def test_learns_to_compare_pairs(tmp_path, policy):
     faults = None if policy == "none" else failures(policy)
     assert tune(tmp_path / "out", equality_task(), faults=faults, epochs=EPOCHS)["best"] >= 0.9
@@ -132,6 +118,22 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
     first, again = (tune(tmp_path / name, short_task(), epochs=3, faults=faults) for name in ("first", "again"))
     assert first["each_epoch"] == again["each_epoch"]
     assert_trees_equal(*(open_fine_tuned(tmp_path / name).params for name in ("first", "again")))
+
+
+@pytest.mark.slow
+def test_reroute_is_the_failure_free_run_but_for_rounding(tmp_path):
+    """A node is dead throughout. Its microbatches are added to the others' in another order.
+
+    So a gradient is off by some 1e-7 of itself, and after nine steps, few enough for this not to grow, so is a loss:
+    1e-6 is ten roundings.
+    """
+    dead = {policy: FaultsConfig(scenario="script", script="fail 0 at 0", policy=policy) for policy in POLICIES[1:]}
+    losses = {
+        name: [row["train_loss"] for row in tune(tmp_path / name, short_task(), epochs=3, faults=faults)["each_epoch"]]
+        for name, faults in (("none", None), ("reroute", dead["reroute"]), ("neighbor", dead["neighbor"]))
+    }
+    np.testing.assert_allclose(losses["reroute"], losses["none"], rtol=1e-6)
+    assert (np.abs(np.divide(losses["neighbor"], losses["none"]) - 1) > 1e-2).all()
 
 
 @pytest.mark.slow
@@ -221,6 +223,7 @@ def test_directory_that_is_not_empty_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_failed_save_is_told(tmp_path, monkeypatch):
     """The best epoch could not be kept: an error at the end, and not a word of success."""
     monkeypatch.setattr(checkpoint, "promote", _refuse)
