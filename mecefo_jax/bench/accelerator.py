@@ -11,7 +11,7 @@ import numpy as np
 
 from mecefo_jax import devices
 from mecefo_jax.bench import numerics
-from mecefo_jax.bench.compiled import microbatch_flops, microbatch_temp_memory, with_variant
+from mecefo_jax.bench.compiled import microbatch_temp_memory, with_variant
 from mecefo_jax.bench.timing import degraded_time, healthy_step_times, refresh_times
 from mecefo_jax.cli import parse
 from mecefo_jax.config import BYTE_ENTRIES, Config, MeshConfig
@@ -82,10 +82,6 @@ def measure(config: Config, seconds: float, note: Callable[..., None]) -> None:
     for name, degraded in (("exact", False), ("degraded", True)):
         memory = microbatch_temp_memory(config, vocab_size, mesh, degraded=degraded)
         note(**{f"{name}_temp_gib": memory / 2**30})
-    counted = microbatch_flops(config, vocab_size, mesh, degraded=True) / microbatch_flops(
-        config, vocab_size, mesh, degraded=False
-    )
-    note(degraded_flops_by_xla=counted)
     refreshes = refresh_times(config, vocab_size, seconds)
     for method in ("subspace", "svd"):
         note(**{f"refresh_cost_{method}": float(np.median(refreshes[method] / refreshes["step"]))})

@@ -91,8 +91,9 @@ def _step(
     @jax.jit
     def step(params: Model, opt_state: PyTree, basis_state: Any, batch: NodeBatch) -> tuple[Model, PyTree, Any]:
         grads = average_gradients(node_gradients(params, basis_state.bases, batch, config, "all"))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        _, basis_state = bases.update(grads, basis_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer step counts
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            _, basis_state = bases.update(grads, basis_state, params)
         return optax.apply_updates(params, updates), opt_state, basis_state
 
     return step
@@ -125,7 +126,7 @@ def _exact_gradient(config: Config, held_out: Sequence[np.ndarray]) -> Callable[
 
     def loss(params: Model) -> jax.Array:
         total, count = loss_sum(params, tokens_BT, compute_dtype(config.model))
-        return total / count
+        return total / count.astype(jnp.float32)
 
     return jax.jit(jax.grad(loss))
 

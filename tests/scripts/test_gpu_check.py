@@ -2,10 +2,12 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from mecefo_jax import cli
 from mecefo_jax.bench import numerics
+from mecefo_jax.model import init_model
 from scripts import gpu_check
 
 
@@ -27,12 +29,15 @@ def test_dry_run_measures_everything(tmp_path, capfd):
     assert "16 of 16 claims hold" in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_wrong_projection_is_found_out(monkeypatch):
-    right = numerics.project
-    monkeypatch.setattr(numerics, "project", lambda g, v: 1.01 * right(g, v) if v.ndim == 3 else right(g, v))
-    broken = {claim["name"] for claim in numerics.check("float32", 32) if not claim["holds"]}
-    assert broken == {"low-rank gradients are the projected ones"}
+def test_bases_that_are_none_are_found_out(monkeypatch):
+    params = init_model(numerics._config("float32", 32).model, 512, 0)
+    right = numerics.subspace_iteration
+    monkeypatch.setattr(numerics, "subspace_iteration", lambda *arguments: 1.01 * right(*arguments))
+    errors = numerics._basis_errors(params)
+    assert errors["bases are orthonormal"] > 1e-2
+    monkeypatch.setattr(numerics, "subspace_iteration", lambda w, v, n: jnp.roll(right(w, v, n), 1, axis=0))
+    errors = numerics._basis_errors(params)
+    assert errors["bases are orthonormal"] < 1e-4 < errors["bases by iteration hold what those by SVD do"]
 
 
 def test_parts_that_fail_are_told(monkeypatch, tmp_path, capfd):
