@@ -21,15 +21,6 @@ from mecefo_jax.metrics import read_events, read_rows
 from scripts import drill
 
 STEPS = 60
-FIGURES = {
-    "steps": 60,
-    "tokens": 1234,
-    "eval_loss": 2.5,
-    "final_loss": 2.4,
-    "goodput": 0.5,
-    "steps_per_s": 3.0,
-    "wall_time_s": 20.0,
-}
 
 
 def refusal(argv, capsys):
