@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A kill each three seconds for a quarter of an hour and more (the last living is spared), on four nodes and a spare: nothing may be lost, doubled or left behind.
+# A kill each three seconds for a quarter of an hour and more (the last living is spared), on four nodes and a spare:
+# nothing may be lost, doubled or left behind.
 # Usage: scripts/soak.sh [FILE.json] [drill.py's arguments]; the last one's result is in docs/results/soak.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -20,6 +20,8 @@ _ROUNDING_S = 0.002
 """Events give times in milliseconds."""
 _TOLD_LATE_S = 60.0
 """A process that had just become a member when it was struck is told of as failed by then."""
+_LAUNCHER_LOOKS_S = 0.25
+"""The launcher tells of a death this much later than the survivors, at most."""
 _STALLED_STEPS, _USUAL_STEPS = 3, 20
 _NO_PARTS = ("step", "attempt", "kind", "time", "node", "process")
 
@@ -156,8 +158,15 @@ def _failures(outcome: Outcome) -> dict[int, dict[str, Any]]:
             for _, other in strikes[index + 1 :]
             if other.strike.target == process and (other.was_member or not struck.was_member)
         ]
-        # Once it is back, or struck again, a failure is another one; so it is long after one who was no member.
-        before = min(back + again + ([] if struck.was_member else [struck.at + _TOLD_LATE_S]), default=float("inf"))
+        died = [
+            event["time"] - _LAUNCHER_LOOKS_S
+            for event in outcome.launcher_events
+            if event["kind"] == "died" and event["process"] == process and event["time"] >= since
+        ]
+        # Once it is back, struck again, or dead of something else, a failure is another one; so it is long after one
+        # who was no member.
+        ends = back + again + died[1:]
+        before = min(ends + ([] if struck.was_member else [struck.at + _TOLD_LATE_S]), default=float("inf"))
         candidates = [
             event
             for event in events

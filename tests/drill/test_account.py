@@ -268,3 +268,19 @@ def test_goodput_counts_the_time_before_a_start_that_lost_everything():
     assert whole_goodput({"goodput": 0.5}, Outcome(began=90.0, ended=200.0, events=started)) == pytest.approx(0.2)
     assert whole_goodput({"goodput": 0.5}, Outcome(began=90.0, ended=200.0, events=started[1:])) == pytest.approx(0.5)
     assert whole_goodput({}, Outcome(began=90.0)) is None
+
+
+def test_a_process_that_came_up_again_and_gave_up_by_itself_is_not_the_strikes():
+    deaths = [{"kind": "died", "process": 1, "time": time} for time in (100.1, 121.1)]
+    outcome = Outcome(
+        began=90.0,
+        rows=rows(99.0, 100.0, 122.0),
+        events=[failure(1, 2, noticed=121.05, time=121.4)],
+        launcher_events=deaths,
+        struck=[struck(1, 100.0, 2, was_member=False)],
+    )
+    (entry,) = account(outcome, NODES, {})
+    assert entry["detect_s"] is None
+    outcome.launcher_events = deaths[:1]  # it was on its way in when it was struck, and is told of late
+    (entry,) = account(outcome, NODES, {})
+    assert entry["detect_s"] == pytest.approx(21.05)
