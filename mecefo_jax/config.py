@@ -223,7 +223,7 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DegradedConfig:
-    """Which of the paper's three approximations a degraded microbatch's backward pass uses."""
+    """Which approximations a degraded microbatch's backward pass uses; (m), (r) and (l) are the paper's."""
 
     skip_attention: bool = True
     """(m) Drop the attention branch from the backward pass."""
@@ -231,6 +231,15 @@ class DegradedConfig:
     """(r) Recompute the feed-forward activations instead of storing them."""
     low_rank: bool = True
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
+    low_rank_attention: bool = False
+    """Not in the paper: with low_rank, and attention not skipped, project its weight gradients too."""
+    complement: bool = False
+    """Not in the paper: take what lies outside the bases from the exact microbatches, for the whole step."""
+
+    @property
+    def projects_attention(self) -> bool:
+        """Whether the weight gradients of attention are of low rank, where it is not skipped."""
+        return self.low_rank and self.low_rank_attention
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is not a truth value."""
@@ -258,6 +267,24 @@ class BasisConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoConfig:
+    """What the policy auto weighs, for each failure: extra time against the error of the gradient."""
+
+    max_slowdown: float = 0.01
+    """Extra time per token, as a fraction of a healthy step's, within which auto takes the least error."""
+    degraded_error: float = 0.5
+    """Relative error of the gradient if all microbatches are degraded (docs/results/gradient_error.md)."""
+    sampling_error: float = 4.0
+    """Relative standard deviation of one microbatch's gradient (docs/results/gradient_error.md)."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is out of range."""
+        check_types(self, "faults.auto.")
+        for field in ("max_slowdown", "degraded_error", "sampling_error"):
+            check_range(f"faults.auto.{field}", getattr(self, field), at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
     """Which nodes are dead at which step, and what the others do about it."""
 
@@ -265,8 +292,8 @@ class FaultsConfig:
     """live: nodes are processes (section cluster), dead when they are found to be. Emulated are none; the paper's low,
     mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps); persistent (persistent_nodes);
     trace (trace_file); script (script)."""
-    policy: Literal["neighbor", "reroute", "balanced", "drop"] = "neighbor"
-    """How the microbatches of dead nodes are taken over."""
+    policy: Literal["neighbor", "reroute", "balanced", "drop", "auto"] = "neighbor"
+    """How the microbatches of dead nodes are taken over; auto chooses among the others for each failure."""
     granularity: Literal["node", "stage"] = "node"
     """Unit that fails: a node, or a pipeline stage of a node (a contiguous range of layers; emulated)."""
     num_stages: int = 1
@@ -293,6 +320,8 @@ class FaultsConfig:
     """CSV of milliseconds, add|remove, name; for scenario=trace."""
     script: str = ""
     """Failures such as 'fail 3 at 20, back at 50; fail 4 at 25, back at 60'; for scenario=script."""
+    auto: AutoConfig = AutoConfig()
+    """For policy=auto."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range or the chosen scenario lacks what it is made of."""

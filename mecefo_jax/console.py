@@ -45,7 +45,8 @@ def _takeover(step: int, fields: Mapping[str, Any]) -> str:
         if fields[name]
     ]
     what = f"microbatches: {', '.join(parts)}" if parts else "every node computes its own microbatches"
-    return f"{fields['policy']} on {fields['live_nodes']} nodes, load {fields['critical_load']:.2f}; {what}"
+    policy = f"auto: {fields['policy']}" if "chosen_for" in fields else fields["policy"]
+    return f"{policy} on {fields['live_nodes']} nodes, load {fields['critical_load']:.2f}; {what}"
 
 
 def _saved(step: int, fields: Mapping[str, Any]) -> str:

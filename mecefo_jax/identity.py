@@ -7,7 +7,7 @@ from typing import Any
 from mecefo_jax.errors import ConfigError
 
 _IDENTITY = ("model.", "data.tokenizer", "data.seq_len", "data.fingerprint", "train.seed", "train.microbatch_size")
-_IDENTITY_OF_BASES = ("basis.rank", "basis.source")
+_IDENTITY_OF_BASES = ("basis.rank", "basis.source", "degraded.low_rank_attention")
 _FREE = (
     "name",
     "data.cache_dir",
@@ -33,7 +33,7 @@ def check_identity(
     """Compares the config of a checkpoint with that of the run that wants to continue it.
 
     Refused are changes of the model, the tokenizer, the sequence length, the data's fingerprint, the seed, the
-    microbatch size, the microbatches of a step, and the rank and source of the bases. The number of nodes may change
+    microbatch size, the microbatches of a step, and the bases' rank, source and kernels. The number of nodes may change
     as long as the microbatches of a step stay the same. A tokenizer that was moved is the same tokenizer if both
     fingerprints are known and equal. Where and how often things are saved, evaluated or logged is free.
 

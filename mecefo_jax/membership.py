@@ -1,5 +1,6 @@
 """Who is alive, what the others do about it, and what is said of it: fault source -> live set -> plan -> events."""
 
+import dataclasses
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +55,7 @@ class Membership:
             microbatches_per_node=config.train.microbatches_per_node,
             degraded_cost=self.degraded_cost,
             slack=config.faults.slack,
+            auto=config.faults.auto,
         )
 
     def report(self, step: int, plan: Plan | None) -> None:
@@ -78,17 +80,8 @@ class Membership:
             return
         self._progress.failures += int(failed_NS.sum())
         self._progress.recoveries += int(back_NS.sum())
-        self._log.event(
-            "takeover",
-            step,
-            policy=plan.policy,
-            live_nodes=int(live_NS.any(axis=1).sum()),
-            taken_over=len(plan.taken_over),
-            degraded=len(plan.degraded),
-            dropped=len(plan.dropped),
-            degraded_fraction=float(plan.degraded_MS.mean(axis=1)[plan.executor_M >= 0].mean()),
-            critical_load=plan.critical_load(self.degraded_cost),
-        )
+        fields = takeover_fields(plan, self.degraded_cost)
+        self._log.event("takeover", step, live_nodes=int(live_NS.any(axis=1).sum()), **fields)
 
     def failures_through(self, step: int) -> int:
         """Failures of the run up to and including a step that has not been reported yet."""
@@ -102,6 +95,22 @@ class Membership:
     def _unit(self, node: int, stage: int) -> dict[str, int]:
         by_stage = self._config.faults.granularity == "stage"
         return {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
+
+
+def takeover_fields(plan: Plan, degraded_cost: float) -> dict[str, Any]:
+    """What the event of a takeover says of its plan; under ``auto`` also why, and what there was to choose from."""
+    fields: dict[str, Any] = {
+        "policy": plan.policy,
+        "taken_over": len(plan.taken_over),
+        "degraded": len(plan.degraded),
+        "dropped": len(plan.dropped),
+        "degraded_fraction": plan.degraded_share,
+        "critical_load": plan.critical_load(degraded_cost),
+    }
+    if plan.choice is not None:
+        fields["chosen_for"] = plan.choice.reason
+        fields["prospects"] = {name: dataclasses.asdict(found) for name, found in plan.choice.prospects.items()}
+    return fields
 
 
 def run_degraded_cost(config: Config, vocab_size: int) -> float:

@@ -61,11 +61,7 @@ class Attention(nnx.Module):
         self.out = Linear(inner, config.hidden_size, scale=_residual_scale(config), rngs=rngs)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], positions: Rotary) -> Float[Array, "B T D"]:
-        B, T, _ = x_BTD.shape
-        heads = lambda y: y.reshape(B, T, -1, self.head_size)  # noqa: E731
-        q_BTNH, k_BTKH, v_BTKH = heads(self.query(x_BTD)), heads(self.key(x_BTD)), heads(self.value(x_BTD))
-        y_BTNH = causal_attention(rotate(q_BTNH, positions), rotate(k_BTKH, positions), v_BTKH)
-        return self.out(y_BTNH.reshape(B, T, -1))
+        return attend(lambda name, x: getattr(self, name)(x), x_BTD, positions, self.head_size)
 
 
 class FeedForward(nnx.Module):
@@ -88,6 +84,19 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.norm2 = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config, rngs=rngs)
+
+
+def attend(
+    product: Callable[[str, Float[Array, "B T D"]], Float[Array, "B T F"]],
+    x_BTD: Float[Array, "B T D"],
+    positions: Rotary,
+    head_size: int,
+) -> Float[Array, "B T D"]:
+    """Attention whose four products (query, key, value, out) are those of the function given."""
+    B, T, _ = x_BTD.shape
+    q_BTNH, k_BTKH, v_BTKH = (product(name, x_BTD).reshape(B, T, -1, head_size) for name in ("query", "key", "value"))
+    y_BTNH = causal_attention(rotate(q_BTNH, positions), rotate(k_BTKH, positions), v_BTKH)
+    return product("out", y_BTNH.reshape(B, T, -1))
 
 
 def attention_branch(block: Block, x_BTD: Float[Array, "B T D"], positions: Rotary) -> Float[Array, "B T D"]:
@@ -192,6 +201,11 @@ def loss_sum(
 def ffn_kernel_mask(params: PyTree) -> PyTree[Bool]:
     """True at the feed-forward kernels: the weights whose gradients a degraded microbatch projects."""
     return _mask(params, lambda path: ".feed_forward." in path)
+
+
+def block_kernel_mask(params: PyTree) -> PyTree[Bool]:
+    """True at the kernels of attention and feed-forward network."""
+    return _mask(params, lambda path: ".feed_forward." in path or ".attention." in path)
 
 
 def attention_mask(params: PyTree) -> PyTree[Bool]:

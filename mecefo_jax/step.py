@@ -17,16 +17,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from mecefo_jax.config import Config
+from mecefo_jax.config import Config, DegradedConfig
+from mecefo_jax.degraded.basis import project
 from mecefo_jax.degraded.block import degraded_block, masked_block
 from mecefo_jax.degraded.low_rank import expand, zero_coordinates
-from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
+from mecefo_jax.model import Model, attention_mask, compute_dtype, loss_sum
 from mecefo_jax.optimizer import (
     basis_state,
     first_moment,
     hold_moments,
     learning_rate_schedule,
     make_optimizer,
+    projected_mask,
     touched_mask,
 )
 from mecefo_jax.state import TrainState
@@ -58,7 +60,7 @@ class Sums:
     computed_M: Int[Array, "M"]
     """How often each microbatch was computed."""
     exact_tokens_L: Int[Array, "L"]
-    """Tokens of the microbatches whose attention gradient in layer l is exact (N_l)."""
+    """Tokens of the microbatches that are exact in layer l (N_l)."""
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +104,7 @@ def node_gradients(
 
     Args:
         params: parameters.
-        bases: ``[L, in, R]`` in the feed-forward kernels' places (``BasisState.bases``).
+        bases: ``[L, in, R]`` in the places of the kernels that are projected (``BasisState.bases``).
         batch: the microbatches.
         config: static.
         layer_masks: static; whether degraded microbatches may be exact in some layers.
@@ -142,7 +144,7 @@ def _add_degraded(
         return masked_block(*arguments, is_degraded, switches, config.model.remat)
 
     def loss(trained, coordinates, slot):
-        per_layer = (_feed_forwards(bases), _feed_forwards(coordinates), batch.degraded_SL[slot])
+        per_layer = (_blocks(bases), _blocks(coordinates), batch.degraded_SL[slot])
         return objective(_combine(trained, fixed), batch.tokens_SBT[slot], dtype, apply_block, per_layer)
 
     def degraded(index, carry):
@@ -150,8 +152,7 @@ def _add_degraded(
         slot = batch.num_exact + index
         gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (loss_value, tokens), (grads, coordinate_grads) = gradient(trained, origin, slot)
-        exact_L = ~batch.degraded_SL[slot] if switches.skip_attention else jnp.ones_like(batch.degraded_SL[slot])
-        sums = _add(sums, batch.ids_S[slot], loss_value, tokens, grads, jnp.where(exact_L, tokens, 0))
+        sums = _add(sums, batch.ids_S[slot], loss_value, tokens, grads, jnp.where(batch.degraded_SL[slot], 0, tokens))
         return sums, jax.tree.map(jnp.add, coordinate_sums, coordinate_grads)
 
     def run(sums: Sums) -> Sums:
@@ -188,8 +189,9 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
     """
     total_tokens = jnp.sum(sums.tokens_M)
     loss = jnp.sum(sums.losses_M) / _at_least_one(total_tokens)
-    touched = touched_mask(state.params, sums.exact_tokens_L > 0)
-    grads = average_gradients(sums)
+    switches, bases = config.degraded, basis_state(state.opt_state).bases
+    touched = touched_mask(state.params, (sums.exact_tokens_L > 0) | (not switches.skip_attention))
+    grads = average_gradients(sums, switches, bases)
     grad_norm = optax.tree.norm(grads)
     learning_rate = jnp.float32(learning_rate_schedule(config)(state.step.astype(jnp.float32)))
 
@@ -226,15 +228,40 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
     )
 
 
-def average_gradients(sums: Sums) -> Model:
-    """Attention and norm1 of layer l over the tokens of ``N_l``, everything else over all tokens of the step."""
+def average_gradients(sums: Sums, switches: DegradedConfig, bases: PyTree) -> Model:
+    """The gradient of a step from its sums.
+
+    With ``complement``, a projected kernel's sum ``A`` of exact gradients and projected ones becomes ``V V^T A / T +
+    (A - V V^T A) / T_l``: inside the basis the mean over all tokens ``T``, outside the mean over those of ``N_l``.
+    Where the input gradients of degraded microbatches are exact too, so is the expectation of this.
+
+    Args:
+        sums: of the step.
+        switches: skipped attention and norm1 are averaged over ``N_l``, everything else over all tokens.
+        bases: that the degraded microbatches used.
+    """
     total = _at_least_one(jnp.sum(sums.tokens_M))
     exact_L = _at_least_one(sums.exact_tokens_L)
 
     def average(grad, is_attention):
-        return grad / (exact_L.reshape(-1, *[1] * (grad.ndim - 1)) if is_attention else total)
+        over_exact = is_attention and switches.skip_attention
+        return grad / (exact_L.reshape(-1, *[1] * (grad.ndim - 1)) if over_exact else total)
 
-    return jax.tree.map(average, sums.grads, attention_mask(sums.grads))
+    def complete(v_LDR, grad_LDF, is_attention):
+        if v_LDR is None or (is_attention and switches.skip_attention):
+            return grad_LDF
+        inside_LDF = project(grad_LDF, v_LDR)
+        share_L = jnp.where(sums.exact_tokens_L > 0, total / exact_L, 0.0)
+        return inside_LDF + share_L[:, None, None] * (grad_LDF - inside_LDF)
+
+    is_attention = attention_mask(sums.grads)
+    averaged = jax.tree.map(average, sums.grads, is_attention)
+    if not (switches.complement and switches.low_rank):
+        return averaged
+    completed = lambda grads: jax.tree.map(complete, bases, grads, is_attention, is_leaf=lambda leaf: leaf is None)  # noqa: E731
+    return jax.lax.cond(
+        jnp.all(sums.exact_tokens_L == jnp.sum(sums.tokens_M)), lambda grads: grads, completed, averaged
+    )
 
 
 def evaluate(
@@ -282,20 +309,20 @@ def _add(
 def _gets_gradient(params: Model, config: Config, everywhere: bool) -> PyTree[bool]:
     """False at what a microbatch degraded in all layers gives no gradient (directly) to."""
 
-    def trained(is_attention, is_ffn_kernel):
+    def trained(is_attention, has_basis):
         skipped = is_attention and config.degraded.skip_attention
-        projected = is_ffn_kernel and config.degraded.low_rank
+        projected = has_basis and config.degraded.low_rank
         return not (everywhere and (skipped or projected))
 
-    return jax.tree.map(trained, attention_mask(params), ffn_kernel_mask(params))
+    return jax.tree.map(trained, attention_mask(params), projected_mask(config.degraded)(params))
 
 
 def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, P)
 
 
-def _feed_forwards(tree: PyTree) -> PyTree:
-    return None if tree is None else tree.blocks.feed_forward
+def _blocks(tree: PyTree) -> PyTree:
+    return None if tree is None else tree.blocks
 
 
 def _partition(tree: PyTree, mask: PyTree[bool]) -> tuple[PyTree, PyTree]:

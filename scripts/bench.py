@@ -143,6 +143,7 @@ def critical_loads(config: Config, degraded_cost: float) -> dict[str, dict[str, 
                 microbatches_per_node=config.train.microbatches_per_node,
                 degraded_cost=min(degraded_cost, 1.0),
                 slack=config.faults.slack,
+                auto=config.faults.auto,
             )
             loads[policy][count] = plan.critical_load(degraded_cost)
     return loads

@@ -95,6 +95,8 @@ def step_gradients(
     *,
     skip=True,
     low_rank=True,
+    low_rank_attention=False,
+    complement=False,
     objective=loss_sum,
     count=tokens_predicted,
 ):
@@ -102,39 +104,45 @@ def step_gradients(
 
     Args:
         params: the model's parameters.
-        bases: a tree like them with ``[L, in, R]`` for feed-forward kernels (not read without ``low_rank``).
+        bases: a tree like them with ``[L, in, R]`` for projected kernels (not read without ``low_rank``).
         microbatches: ``[M, B, T+1]``.
         degraded_ML, computed_M: which layers are degraded, and which microbatches are computed at all.
-        skip, low_rank: the switches (recomputing does not change a gradient).
+        skip, low_rank, low_rank_attention, complement: the switches (recomputing does not change a gradient).
         objective, count: the summed loss of a microbatch, and how many items it is the sum of.
     """
     weights = to_dict(params)
     zeros = lambda: jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), weights)  # noqa: E731
     total, attention_like = zeros(), ("attention", "norm1")
+    projected = [("feed_forward", name) for name in FFN] if low_rank else []
+    projected += [("attention", name) for name in ATTENTION] if low_rank and low_rank_attention and not skip else []
+    basis = lambda of, name: np.asarray(getattr(getattr(bases.blocks, of), name).kernel[...], np.float64)  # noqa: E731
     loss, tokens, exact_tokens_L = 0.0, 0, np.zeros(config.num_layers)
     for m in np.flatnonzero(computed_M):
         degraded_L = degraded_ML[m]
         skipped = tuple(bool(d) and skip for d in degraded_L)
         value, grads = _gradient(objective, weights, jnp.asarray(microbatches[m]), skipped, config)
         grads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), grads)
-        if low_rank:
-            for name in FFN:
-                v_LDR = np.asarray(getattr(bases.blocks.feed_forward, name).kernel[...], np.float64)
-                for layer in np.flatnonzero(degraded_L):
-                    v, g = v_LDR[layer], grads["feed_forward"][name][layer]
-                    grads["feed_forward"][name][layer] = v @ (v.T @ g)
+        for of, name in projected:
+            for layer in np.flatnonzero(degraded_L):
+                v, g = basis(of, name)[layer], grads[of][name][layer]
+                grads[of][name][layer] = v @ (v.T @ g)
         total = jax.tree.map(np.add, total, grads)
         items = count(microbatches[m])
         loss, tokens = loss + float(value), tokens + items
-        exact_tokens_L += np.where(skipped, 0, items)
+        exact_tokens_L += np.where(degraded_L, 0, items)
     divisor_L = np.maximum(exact_tokens_L, 1)
     average = {
         name: jax.tree.map(
-            lambda leaf, own=name in attention_like: (
+            lambda leaf, own=skip and name in attention_like: (
                 leaf / (divisor_L.reshape(-1, *[1] * (leaf.ndim - 1)) if own else tokens)
             ),
             subtree,
         )
         for name, subtree in total.items()
     }
+    for of, name in projected if complement else []:
+        for layer, exact_tokens in enumerate(exact_tokens_L):
+            v, g = basis(of, name)[layer], total[of][name][layer]
+            outside = g - v @ (v.T @ g)
+            average[of][name][layer] = (g - outside) / tokens + (outside / exact_tokens if exact_tokens else 0)
     return loss / tokens, average

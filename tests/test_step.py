@@ -11,8 +11,8 @@ import pytest
 from mecefo_jax.config import BasisConfig, Config, DegradedConfig, FaultsConfig
 from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.executor import Executor
-from mecefo_jax.model import ffn_kernel_mask, init_model
-from mecefo_jax.optimizer import basis_state
+from mecefo_jax.model import init_model
+from mecefo_jax.optimizer import basis_state, projected_mask
 from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
 from tests import naive
 from tests.tiny import (
@@ -36,7 +36,7 @@ RELATIVE_ERROR = 1e-5
 @functools.cache
 def random_params_and_bases(config: Config):
     params = init_model(config.model, VOCAB, seed=0)
-    bases = low_rank_ffn(4, 100, ffn_mask=ffn_kernel_mask, method="svd").init(params).bases
+    bases = low_rank_ffn(4, 100, ffn_mask=projected_mask(config.degraded), method="svd").init(params).bases
     return params, bases
 
 
@@ -71,10 +71,12 @@ def check_sums(config: Config, sums, params, bases, degraded_ML, computed_M) -> 
         config.model,
         skip=config.degraded.skip_attention,
         low_rank=config.degraded.low_rank,
+        low_rank_attention=config.degraded.low_rank_attention,
+        complement=config.degraded.complement,
     )
     np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), expected_loss, rtol=1e-6)
     np.testing.assert_array_equal(sums.computed_M, computed_M)
-    actual = naive.to_dict(average_gradients(sums))
+    actual = naive.to_dict(average_gradients(sums, config.degraded, bases))
     for (path, grad), reference in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
@@ -95,11 +97,18 @@ def test_gradients_equal_the_naive_reference(mesh, policy, dead):
 
 @pytest.mark.parametrize(
     ("switches", "remat"),
-    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "")] + [("mrl", "block"), ("l", "block"), ("m", "ffn")],
+    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "", "la", "rlac", "lc", "mlc")]
+    + [("mrl", "block"), ("l", "block"), ("m", "ffn"), ("lac", "block")],
 )
 def test_each_switch_alone_and_together(switches, remat):
     """One exact and one degraded microbatch through ``node_gradients`` alone."""
-    degraded = DegradedConfig(skip_attention="m" in switches, remat_ffn="r" in switches, low_rank="l" in switches)
+    degraded = DegradedConfig(
+        skip_attention="m" in switches,
+        remat_ffn="r" in switches,
+        low_rank="l" in switches,
+        low_rank_attention="a" in switches,
+        complement="c" in switches,
+    )
     config = tiny_config(degraded=degraded)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
     params, bases = random_params_and_bases(config)
@@ -129,7 +138,17 @@ def test_full_rank_recovers_the_exact_ffn_gradient():
 @pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
 @pytest.mark.parametrize("dead", [(), ((3, 1),), ((3, 1), (4, 0), (5, 0), (5, 1))], ids=["none", "one", "four"])
 def test_stages_degrade_layer_by_layer(policy, dead):
-    config = tiny_config(faults=FaultsConfig(granularity="stage", num_stages=3))
+    check_stages(dead, policy, DegradedConfig())
+
+
+@pytest.mark.parametrize("dead", [((3, 1),), ((3, 1), (4, 0), (5, 0), (5, 1))], ids=["one", "four"])
+@pytest.mark.parametrize("policy", ["neighbor", "balanced"])
+def test_stages_with_attention_of_low_rank_and_the_complement_of_each_layers_exact_ones(policy, dead):
+    check_stages(dead, policy, DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True))
+
+
+def check_stages(dead, policy, degraded: DegradedConfig) -> None:
+    config = tiny_config(faults=FaultsConfig(granularity="stage", num_stages=3), degraded=degraded)
     plan = plan_for(dead, policy, config)
     degraded_ML = plan.degraded_layers(LAYERS)
     if policy == "neighbor" and dead:

@@ -1,21 +1,23 @@
 """A transformer block with the degraded backward pass: the three techniques joined, each with its own switch."""
 
+from collections.abc import Callable
+
 import jax
 from jaxtyping import Array, Bool, Float
 
 from mecefo_jax.config import DegradedConfig
-from mecefo_jax.degraded.low_rank import low_rank_feed_forward_branch
+from mecefo_jax.degraded.low_rank import low_rank_attention_branch, low_rank_feed_forward_branch
 from mecefo_jax.degraded.rematerialize import rematerialize
 from mecefo_jax.degraded.skip_attention import skip_attention
-from mecefo_jax.model import Block, FeedForward, Rotary, attention_branch, exact_block, feed_forward_branch
+from mecefo_jax.model import Block, Rotary, attention_branch, exact_block, feed_forward_branch
 
 
 def degraded_block(
     block: Block,
     x_BTD: Float[Array, "B T D"],
     positions: Rotary,
-    bases: FeedForward,
-    coordinates: FeedForward,
+    bases: Block,
+    coordinates: Block,
     switches: DegradedConfig,
     remat: str,
 ) -> Float[Array, "B T D"]:
@@ -25,7 +27,7 @@ def degraded_block(
         block: parameters of this layer.
         x_BTD: input.
         positions: rotary angles.
-        bases, coordinates: of this layer's feed-forward kernels (``low_rank``); not read where that is off.
+        bases, coordinates: of this layer's kernels whose gradients are of low rank; not read where that is off.
         switches: which techniques are used.
         remat: the model's policy; ``ffn`` and ``block`` recompute the feed-forward network here too, and an attention
             branch that is not skipped under ``block``.
@@ -33,21 +35,28 @@ def degraded_block(
     if switches.skip_attention:
         m_BTD = skip_attention(block, x_BTD, positions)
     else:
-        attention = rematerialize(attention_branch) if remat == "block" else attention_branch
-        m_BTD = x_BTD + attention(block, x_BTD, positions)
+        recompute = rematerialize if remat == "block" else _as_it_is
+        if switches.projects_attention:
+            m_BTD = x_BTD + recompute(low_rank_attention_branch)(block, x_BTD, positions, bases, coordinates)
+        else:
+            m_BTD = x_BTD + recompute(attention_branch)(block, x_BTD, positions)
 
-    recompute = rematerialize if switches.remat_ffn or remat != "none" else lambda function: function
+    recompute = rematerialize if switches.remat_ffn or remat != "none" else _as_it_is
     if switches.low_rank:
         return m_BTD + recompute(low_rank_feed_forward_branch)(block, m_BTD, bases, coordinates)
     return m_BTD + recompute(feed_forward_branch)(block, m_BTD)
+
+
+def _as_it_is(function: Callable[..., Array]) -> Callable[..., Array]:
+    return function
 
 
 def masked_block(
     block: Block,
     x_BTD: Float[Array, "B T D"],
     positions: Rotary,
-    bases: FeedForward,
-    coordinates: FeedForward,
+    bases: Block,
+    coordinates: Block,
     is_degraded: Bool[Array, ""],
     switches: DegradedConfig,
     remat: str,

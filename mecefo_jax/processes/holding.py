@@ -126,6 +126,7 @@ class Holding:
             microbatches_per_node=config.train.microbatches_per_node,
             degraded_cost=self._degraded_cost,
             slack=config.faults.slack,
+            auto=config.faults.auto,
         )
 
     def compute_own(self, node: int, nodes: Collection[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mecefo_jax.journal import Log
+from mecefo_jax.membership import takeover_fields
 from mecefo_jax.processes.agreement import Decision, Member
 from mecefo_jax.progress import Progress
 from mecefo_jax.takeover import Plan
@@ -90,14 +91,4 @@ class Timeline:
 
     def takeover(self, step: int, plan: Plan, degraded_cost: float, nodes: Collection[int]) -> None:
         """Tell of the plan for other nodes than in the step before."""
-        self._log.event(
-            "takeover",
-            step,
-            policy=plan.policy,
-            live_nodes=len(nodes),
-            taken_over=len(plan.taken_over),
-            degraded=len(plan.degraded),
-            dropped=len(plan.dropped),
-            degraded_fraction=float(plan.degraded_MS.mean(axis=1)[plan.executor_M >= 0].mean()),
-            critical_load=plan.critical_load(degraded_cost),
-        )
+        self._log.event("takeover", step, live_nodes=len(nodes), **takeover_fields(plan, degraded_cost))

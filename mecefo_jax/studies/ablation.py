@@ -21,8 +21,8 @@ from mecefo_jax.studies.markdown import table
 from mecefo_jax.studies.small_runs import Size, small_run
 from mecefo_jax.studies.study import Cell, Row, Study
 
-TECHNIQUES = ("none", "m", "mr", "ml", "mrl")
-"""Letters of those that are on: attention (m)issing from the backward pass, (r)ecomputed, (l)ow rank."""
+TECHNIQUES = ("none", "m", "mr", "ml", "mrl", "l", "la", "rla")
+"""Letters: attention (m)issing from the backward pass, feed-forward (r)ecomputed, (l)ow rank; (a): attention's too."""
 _SECONDS = 20.0
 
 
@@ -41,7 +41,12 @@ def _on_one_submesh(config: Config) -> Config:
 
 def switches(letters: str) -> DegradedConfig:
     """The techniques that the letters name."""
-    return DegradedConfig(skip_attention="m" in letters, remat_ffn="r" in letters, low_rank="l" in letters)
+    return DegradedConfig(
+        skip_attention="m" in letters,
+        remat_ffn="r" in letters,
+        low_rank="l" in letters,
+        low_rank_attention="a" in letters,
+    )
 
 
 def analyze(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -87,7 +92,8 @@ def report(rows: Sequence[Row]) -> str:
     ]
     what = (
         "A degraded microbatch next to an exact one that recomputes nothing. m: no attention in the backward pass; r: "
-        "the feed-forward is recomputed; l: its weight gradients are of low rank. Times are measured on one core at "
+        "the feed-forward is recomputed; l: its weight gradients are of low rank; a: those of attention, which is not "
+        "skipped, too (not in the paper). Times are measured on one core at "
         "1M and 5M parameters; operations are those that XLA counts; temporary memory is that of one microbatch's "
         "gradient."
     )

@@ -9,16 +9,27 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from mecefo_jax.studies.small_runs import NODES, TRAINED_COLUMNS, small_run, train
+from mecefo_jax.studies.small_runs import (
+    BACKWARDS_IN_WORDS,
+    FAILURE_FREE,
+    NODES,
+    TRAINED_COLUMNS,
+    VARIANT,
+    Variant,
+    small_run,
+    train,
+)
 from mecefo_jax.studies.study import Cell, Row, Study
-from mecefo_jax.studies.trained import compare, comparison_table
+from mecefo_jax.studies.trained import Condition, compare, comparison_table
 
-POLICIES = ("neighbor", "balanced", "drop")
+VARIANTS: tuple[Variant, ...] = (
+    ("neighbor", "paper", "weight"),
+    ("balanced", "paper", "weight"),
+    ("balanced", "unbiased", "momentum"),
+    ("drop", None, None),
+)
 _DOWN = (1, 2, 4)
 _FREQUENCIES = (1.0, 2.0, 4.0)
-
-
-Settings = dict[str, Any]
 
 
 def persistent_cells(quick: bool) -> list[Cell]:
@@ -26,11 +37,8 @@ def persistent_cells(quick: bool) -> list[Cell]:
     cells = []
     for seed, down in itertools.product(range(1 if quick else 2), (0, *_DOWN[:1]) if quick else (0, *_DOWN)):
         nodes = tuple(NODES // down * index for index in range(down)) if down else ()
-        for policy in POLICIES if down else ("-",):
-            faults: Settings = {"scenario": "persistent", "persistent_nodes": nodes, "policy": policy} if down else {}
-            config = small_run("1M", "node", seed=seed, quick=quick, **faults)
-            labels = {"down": down, "policy": policy, "seed": seed}
-            cells.append(Cell(labels=labels, config=config, measure=train))
+        faults: dict[str, Any] = {"scenario": "persistent", "persistent_nodes": nodes} if down else {}
+        cells += [_cell({"down": down}, seed, quick, variant, **faults) for variant in _variants(down > 0)]
     return cells
 
 
@@ -38,33 +46,46 @@ def frequency_cells(quick: bool) -> list[Cell]:
     """``high`` at one to four times its frequency; two seeds."""
     cells = []
     for seed, frequency in itertools.product(range(1 if quick else 2), (0.0, *_FREQUENCIES[: 1 if quick else None])):
-        for policy in POLICIES if frequency else ("-",):
-            scenario: Settings = {"scenario": "high", "frequency": frequency, "policy": policy} if frequency else {}
-            config = small_run("1M", "node", seed=seed, quick=quick, **scenario)
-            labels = {"frequency": frequency, "policy": policy, "seed": seed}
-            cells.append(Cell(labels=labels, config=config, measure=train))
+        faults: dict[str, Any] = {"scenario": "high", "frequency": frequency} if frequency else {}
+        cells += [
+            _cell({"frequency": frequency}, seed, quick, variant, **faults) for variant in _variants(frequency > 0)
+        ]
     return cells
 
 
-def _report(rows: Sequence[Row], by: str, baseline: float, what: str) -> str:
-    conditions = compare(rows, (by, "policy"), {by: baseline, "policy": "-"})
-    return f"{what}\n\n{comparison_table(conditions, (by, 'policy'))}"
+def _variants(fails: bool) -> tuple[Variant, ...]:
+    return VARIANTS if fails else (FAILURE_FREE,)
 
 
-def _plot(rows: Sequence[Row], by: str, baseline: float, label: str) -> Figure:
-    conditions = compare(rows, (by, "policy"), {by: baseline, "policy": "-"})
+def _cell(labels: Row, seed: int, quick: bool, variant: Variant, **faults: Any) -> Cell:
+    config = small_run("1M", "node", seed=seed, quick=quick, variant=variant, **faults)
+    return Cell(
+        labels={**labels, **dict(zip(VARIANT, variant, strict=True)), "seed": seed}, config=config, measure=train
+    )
+
+
+def _compare(rows: Sequence[Row], by: str) -> dict[Condition, dict[str, float | None]]:
+    return compare(rows, (by, *VARIANT), {by: 0, **dict.fromkeys(VARIANT)})
+
+
+def _report(rows: Sequence[Row], by: str, what: str) -> str:
+    return f"{what}\n\n{BACKWARDS_IN_WORDS}\n\n{comparison_table(_compare(rows, by), (by, *VARIANT))}"
+
+
+def _plot(rows: Sequence[Row], by: str, label: str) -> Figure:
+    conditions = _compare(rows, by)
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
-    for policy in POLICIES:
-        places = [key[0] for key in conditions if key[1] == policy]
-        figures = [conditions[place, policy] for place in places]
+    for variant in VARIANTS:
+        places = [key[0] for key in conditions if key[1:] == variant]
+        figures = [conditions[place, *variant] for place in places]
         axes.errorbar(
             [str(place) for place in places],
             [figure["difference"] or 0.0 for figure in figures],
             yerr=[figure["difference_deviation"] or 0.0 for figure in figures],
             marker="o",
             capsize=3,
-            label=policy,
+            label=", ".join(filter(None, variant)),
         )
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xlabel(label)
@@ -75,28 +96,28 @@ def _plot(rows: Sequence[Row], by: str, baseline: float, label: str) -> Figure:
 
 
 def persistent_report(rows: Sequence[Row]) -> str:
-    """A line for each number of nodes and policy."""
+    """A line for each number of nodes and variant."""
     what = f"Of {NODES} nodes some are down for the whole run; 1M parameters. `reroute` is exact and not shown."
-    return _report(rows, "down", 0, what)
+    return _report(rows, "down", what)
 
 
 def frequency_report(rows: Sequence[Row]) -> str:
-    """A line for each frequency and policy."""
+    """A line for each frequency and variant."""
     what = "`high` at other frequencies: both times are divided, so that as many nodes are down; 1M parameters."
-    return _report(rows, "frequency", 0, what)
+    return _report(rows, "frequency", what)
 
 
 PERSISTENT = Study(
     title="Nodes that stay down",
     cells=persistent_cells,
-    columns=("down", "policy", "seed", *TRAINED_COLUMNS),
+    columns=("down", *VARIANT, "seed", *TRAINED_COLUMNS),
     report=persistent_report,
-    plot=lambda rows: _plot(rows, "down", 0, f"nodes down, of {NODES}"),
+    plot=lambda rows: _plot(rows, "down", f"nodes down, of {NODES}"),
 )
 FREQUENCY = Study(
     title="Faster failures",
     cells=frequency_cells,
-    columns=("frequency", "policy", "seed", *TRAINED_COLUMNS),
+    columns=("frequency", *VARIANT, "seed", *TRAINED_COLUMNS),
     report=frequency_report,
-    plot=lambda rows: _plot(rows, "frequency", 0, "frequency of the scenario high"),
+    plot=lambda rows: _plot(rows, "frequency", "frequency of the scenario high"),
 )

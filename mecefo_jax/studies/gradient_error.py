@@ -21,24 +21,35 @@ from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from mecefo_jax.batches import BatchPlacer
-from mecefo_jax.config import Config
+from mecefo_jax.config import Config, DegradedConfig
 from mecefo_jax.degraded.basis import top_left_singular_vectors
 from mecefo_jax.executor import Executor
 from mecefo_jax.inputs import open_inputs
 from mecefo_jax.membership import run_degraded_cost
 from mecefo_jax.mesh import Work, make_cluster
 from mecefo_jax.model import Model, attention_mask, ffn_kernel_mask
-from mecefo_jax.optimizer import first_moment
+from mecefo_jax.optimizer import first_moment, projected_mask
 from mecefo_jax.state import TrainState, init_sharded_state
 from mecefo_jax.step import LayerMasks, Sums, average_gradients, node_gradients
 from mecefo_jax.studies.markdown import table
-from mecefo_jax.studies.small_runs import NODES, REPLICAS, STAGES, Granularity, Size, small_run
+from mecefo_jax.studies.small_runs import (
+    BACKWARDS,
+    BACKWARDS_IN_WORDS,
+    NODES,
+    REPLICAS,
+    SLACK,
+    STAGES,
+    Granularity,
+    Size,
+    small_run,
+)
 from mecefo_jax.studies.study import Cell, Row, Study
 from mecefo_jax.takeover import Plan, make_plan
 
+_EXACT = DegradedConfig(skip_attention=False, remat_ffn=False, low_rank=False)
 GROUPS = ("all", "feed-forward", "attention", "rest")
 """Parameter groups: all; kernels of feed-forwards; attention and norm1; embedding, head and the other norms."""
-_SOURCES = ("weight", "momentum")
+_POLICIES, _SOURCES = ("neighbor", "balanced"), ("weight", "momentum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +59,10 @@ class Trial:
     down: int
     """Units that are down, neighbours or not, drawn at random."""
     policy: str
+    backward: str | None = None
+    """Of degraded microbatches, a name in ``BACKWARDS``; None: the plan degrades nothing, so that there are none."""
     source: str | None = None
-    """Of the bases; None: the plan degrades nothing, so that there are none."""
+    """Of the bases."""
     rank: int | None = None
     period: int | None = None
     """Steps between refreshes."""
@@ -60,14 +73,15 @@ def trials(config: Config) -> list[Trial]:
     units = config.mesh.num_nodes * config.faults.num_stages
     rank, period = config.basis.rank, config.basis.refresh_every
     found = []
-    for down in sorted({1, max(units // 8, 1)}):
+    most = max(units // 8, 1)
+    for down in sorted({1, most}):
         found.append(Trial(down, "drop"))
-        for policy, source in itertools.product(("neighbor", "balanced"), _SOURCES):
-            found.append(Trial(down, policy, source, rank, period))
-        others = [(other, period) for other in (rank // 4, rank // 2, 2 * rank, 4 * rank) if other]
-        others += [(rank, other) for other in (1, 4 * period, 16 * period)]
-        for source, (other_rank, other_period) in itertools.product(_SOURCES, others):
-            found.append(Trial(down, "neighbor", source, other_rank, other_period))
+        for policy, backward, source in itertools.product(_POLICIES, BACKWARDS, _SOURCES):
+            found.append(Trial(down, policy, backward, source, rank, period))
+    others = [(other, period) for other in (rank // 4, rank // 2, 2 * rank, 4 * rank) if other]
+    others += [(rank, other) for other in (1, 4 * period, 16 * period)]
+    for source, (other_rank, other_period) in itertools.product(_SOURCES, others):
+        found.append(Trial(most, "neighbor", "low_rank", source, other_rank, other_period))
     return found
 
 
@@ -77,7 +91,8 @@ def measure(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
     inputs = open_inputs(config)
     cluster = make_cluster(config.mesh)
     executor = Executor(config, cluster, init_sharded_state(config, inputs.vocab_size, cluster.submeshes[0]))
-    healthy = _plan(config, inputs.vocab_size, np.ones((config.mesh.num_nodes, config.faults.num_stages), bool), "drop")
+    everything = np.ones((config.mesh.num_nodes, config.faults.num_stages), bool)
+    healthy = _plan(config, inputs.vocab_size, everything, "reroute", _EXACT)
     step_error = StepError(config, inputs.vocab_size, functools.partial(_microbatch, inputs.sampler.microbatch))
     tried, rows = trials(config), []
     periods = {trial.period for trial in tried if trial.period is not None}
@@ -104,10 +119,12 @@ class StepError:
         self._mesh = make_cluster(config.mesh).submeshes[0]
         self._place = BatchPlacer(config, self._mesh, config.num_microbatches)
         self._masks: LayerMasks = "all" if config.faults.granularity == "node" else "by_layer"
-        self._gradients = jax.jit(
-            lambda params, bases, batch: node_gradients(params, bases, batch, config, self._masks)
-        )
+        self._gradients = functools.cache(self._compile)
         self._seen: dict[tuple[int, str], PyTree] = {}
+
+    def _compile(self, switches: DegradedConfig) -> Callable[..., Sums]:
+        config = dataclasses.replace(self._config, degraded=switches)
+        return jax.jit(lambda params, bases, batch: node_gradients(params, bases, batch, config, self._masks))
 
     def remember(self, step: int, state: TrainState, periods: Sequence[int]) -> None:
         """Keep what bases that are refreshed now are made of."""
@@ -119,29 +136,41 @@ class StepError:
     def __call__(self, step: int, state: TrainState, tried: Sequence[Trial]) -> list[dict[str, Any]]:
         """A row for each trial and parameter group."""
         live_of = {down: _draw(self._config, step, down) for down in {trial.down for trial in tried}}
-        exact = self._sums(step, state.params, None, np.arange(self._config.num_microbatches), None)
-        reference = average_gradients(exact)
+        exact = self._sums(step, state.params, np.arange(self._config.num_microbatches))
+        reference = average_gradients(exact, _EXACT, None)
         rows = []
         for trial in tried:
-            plan = _plan(self._config, self._vocab_size, live_of[trial.down], trial.policy)
-            approximate = average_gradients(self._under(step, state.params, exact, plan, trial))
+            switches = _EXACT if trial.backward is None else BACKWARDS[trial.backward]
+            plan = _plan(self._config, self._vocab_size, live_of[trial.down], trial.policy, switches)
+            sums, bases = self._under(step, state.params, exact, plan, trial)
+            approximate = average_gradients(sums, switches, bases)
             errors = relative_errors(approximate, reference)
             rows += [dataclasses.asdict(trial) | {"group": name, "error": value} for name, value in errors.items()]
         return rows
 
-    def _under(self, step: int, params: Model, exact: Sums, plan: Plan, trial: Trial) -> Sums:
-        """The step's sums under a plan."""
-        sums = exact
+    def _under(self, step: int, params: Model, exact: Sums, plan: Plan, trial: Trial) -> tuple[Sums, PyTree]:
+        """The step's sums under a plan, and the bases of its degraded microbatches."""
+        sums, bases = exact, None
         for numbers in (plan.dropped, plan.degraded):
             if len(numbers):
-                sums = jax.tree.map(np.subtract, sums, self._sums(step, params, None, numbers, None))
+                sums = jax.tree.map(np.subtract, sums, self._sums(step, params, numbers))
         if len(plan.degraded):
-            assert trial.source is not None and trial.rank is not None
-            bases = _bases(self._seen[trial.period or 1, trial.source], params, trial.rank)
-            sums = jax.tree.map(np.add, sums, self._sums(step, params, bases, plan.degraded, plan))
-        return sums
+            assert trial.backward is not None and trial.source is not None and trial.rank is not None
+            switches = BACKWARDS[trial.backward]
+            bases = _bases(self._seen[trial.period or 1, trial.source], switches, trial.rank)
+            degraded = self._sums(step, params, plan.degraded, plan, bases, switches)
+            sums = jax.tree.map(np.add, sums, degraded)
+        return sums, bases
 
-    def _sums(self, step: int, params: Model, bases: PyTree | None, numbers: np.ndarray, plan: Plan | None) -> Sums:
+    def _sums(
+        self,
+        step: int,
+        params: Model,
+        numbers: np.ndarray,
+        plan: Plan | None = None,
+        bases: PyTree = None,
+        switches: DegradedConfig = _EXACT,
+    ) -> Sums:
         """Over some microbatches, as the plan degrades them; None: exactly."""
         layers = self._config.model.num_layers
         nothing = np.zeros((self._config.num_microbatches, layers), bool)
@@ -149,9 +178,8 @@ class StepError:
         work = Work(ids, none) if plan is None else Work(none, ids)
         degraded_ML = nothing if plan is None else plan.degraded_layers(layers)
         batch = self._place(work, degraded_ML, functools.partial(self._microbatch, step))
-        if bases is None:
-            bases = _bases(params, params, 1)
-        return jax.device_get(self._gradients(params, bases, batch))
+        gradients = self._gradients(dataclasses.replace(switches, complement=False))  # no sum depends on it
+        return jax.device_get(gradients(params, bases, batch))
 
 
 def relative_errors(approximate: Model, exact: Model) -> dict[str, float]:
@@ -172,11 +200,13 @@ def _ratio(approximate: PyTree, exact: PyTree, mask: PyTree) -> float:
     return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in chosen) / sum((b**2).sum() for _, b in chosen)))
 
 
-def _bases(sources: PyTree, params: Model, rank: int) -> PyTree:
-    """Exact bases of the feed-forward kernels, None elsewhere."""
+def _bases(sources: PyTree, switches: DegradedConfig, rank: int) -> PyTree:
+    """Exact bases of the kernels that have one, None elsewhere."""
     basis = jax.jit(top_left_singular_vectors, static_argnames="rank")
     return jax.tree.map(
-        lambda is_kernel, source: basis(source, rank=rank) if is_kernel else None, ffn_kernel_mask(params), sources
+        lambda has_basis, source: basis(source, rank=rank) if has_basis else None,
+        projected_mask(switches)(sources),
+        sources,
     )
 
 
@@ -188,13 +218,13 @@ def _draw(config: Config, step: int, down: int) -> np.ndarray:
     return live_NS
 
 
-def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str) -> Plan:
+def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str, switches: DegradedConfig) -> Plan:
     return make_plan(
         live_NS,
         policy,
         microbatches_per_node=config.train.microbatches_per_node,
-        degraded_cost=run_degraded_cost(config, vocab_size),
-        slack=config.faults.slack,
+        degraded_cost=run_degraded_cost(dataclasses.replace(config, degraded=switches), vocab_size),
+        slack=SLACK,
     )
 
 
@@ -216,19 +246,22 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Policies and bases at the config's own rank and period; then ranks and periods."""
+    """Policies, backward passes and bases at the config's own rank and period; then ranks and periods."""
     parts = [
         "Relative error of the step's gradient against the exact one (Frobenius norms): the median over ten steps of "
         f"the run and over seeds. Of {NODES} nodes, or of {REPLICAS} x {STAGES} pipeline stages, one unit or an eighth "
         "of all is down, drawn at random. `reroute` is exact. `drop` leaves out what others approximate: its error is "
-        "that of a smaller sample."
+        f"that of a smaller sample. `balanced` may take {SLACK:.0%} more time than a healthy step.",
+        BACKWARDS_IN_WORDS,
     ]
     for size, fails in dict.fromkeys((row["size"], row["fails"]) for row in rows):
         chosen = [row for row in rows if (row["size"], row["fails"]) == (size, fails)]
         rank, period = _own(chosen)
         parts.append(f"### {size} parameters; {fails}s fail; rank {rank}, refreshed each {period} steps")
         parts.append(_policy_table(chosen, rank, period))
-        parts.append("Feed-forward kernels under `neighbor` at other ranks and periods, an eighth of the units down:")
+        parts.append(
+            "Feed-forward kernels at other ranks and periods: `neighbor`, `low_rank`, an eighth of the units down."
+        )
         parts.append(_basis_table(chosen, rank, period))
     return "\n\n".join(parts)
 
@@ -242,24 +275,25 @@ def _own(rows: Sequence[Row]) -> tuple[int, int]:
 def _policy_table(rows: Sequence[Row], rank: int, period: int) -> str:
     lines = []
     for down in sorted({row["down"] for row in rows}):
-        for policy, source in (("drop", None), *itertools.product(("neighbor", "balanced"), _SOURCES)):
-            like = {"down": down, "policy": policy, "source": source}
+        for policy, backward, source in (("drop", None, None), *itertools.product(_POLICIES, BACKWARDS, _SOURCES)):
+            like = {"down": down, "policy": policy, "backward": backward, "source": source}
             if source is not None:
                 like |= {"rank": rank, "period": period}
             errors = [_median(rows, like | {"group": group}) for group in GROUPS]
-            lines.append([down, policy, source or "-", *(f"{error:.3f}" for error in errors)])
-    return table(["down", "policy", "basis of", *GROUPS], lines, left=3)
+            lines.append([down, policy, backward or "-", source or "-", *(f"{error:.3f}" for error in errors)])
+    return table(["down", "policy", "backward", "basis of", *GROUPS], lines, left=4)
 
 
 def _basis_table(rows: Sequence[Row], rank: int, period: int) -> str:
     down = max(row["down"] for row in rows)
-    neighbor = [row for row in rows if row["policy"] == "neighbor" and row["down"] == down]
+    like = ("neighbor", "low_rank", down)
+    neighbor = [row for row in rows if (row["policy"], row["backward"], row["down"]) == like]
     lines = []
     for other_rank, other_period in sorted({(row["rank"], row["period"]) for row in neighbor}):
         if rank != other_rank and period != other_period:
             continue
-        like = {"rank": other_rank, "period": other_period, "group": "feed-forward"}
-        errors = [_median(neighbor, like | {"source": source}) for source in _SOURCES]
+        basis = {"rank": other_rank, "period": other_period, "group": "feed-forward"}
+        errors = [_median(neighbor, basis | {"source": source}) for source in _SOURCES]
         ratio = errors[1] / errors[0]
         lines.append([other_rank, other_period, *(f"{error:.3f}" for error in errors), f"{ratio:.2f}"])
     return table(["rank", "period", *_SOURCES, "momentum / weight"], lines, left=2)
@@ -267,6 +301,18 @@ def _basis_table(rows: Sequence[Row], rank: int, period: int) -> str:
 
 def _median(rows: Sequence[Row], like: Mapping[str, Any]) -> float:
     return float(np.median([row["error"] for row in rows if all(row[name] == value for name, value in like.items())]))
+
+
+_LINES: tuple[tuple[str, str | None, str | None, str], ...] = (
+    ("drop", None, None, "k-"),
+    ("neighbor", "paper", "weight", "C0-"),
+    ("balanced", "paper", "weight", "C1-"),
+    ("balanced", "paper", "momentum", "C1--"),
+    ("balanced", "low_rank", "weight", "C2-"),
+    ("balanced", "low_rank", "momentum", "C2--"),
+    ("balanced", "unbiased", "momentum", "C3--"),
+)
+"""What the plot shows."""
 
 
 def plot(rows: Sequence[Row]) -> Figure:
@@ -278,11 +324,12 @@ def plot(rows: Sequence[Row]) -> Figure:
         rank, period = _own(chosen)
         down = max(row["down"] for row in chosen)
         steps = sorted({row["step"] for row in chosen})
-        for policy, source in (("drop", None), *itertools.product(("neighbor", "balanced"), _SOURCES)):
-            like: dict[str, Any] = {"down": down, "policy": policy, "source": source}
+        for policy, backward, source, style in _LINES:
+            like: dict[str, Any] = {"down": down, "policy": policy, "backward": backward, "source": source}
             like |= {} if source is None else {"rank": rank, "period": period}
             errors = [_median(chosen, like | {"step": step}) for step in steps]
-            axes.plot(steps, errors, marker=".", label=policy if source is None else f"{policy}, {source}")
+            label = policy if backward is None else f"{policy}, {backward}, {source}"
+            axes.plot(steps, errors, style, marker=".", label=label)
         axes.set_title(f"{size}, {down} {fails}s down", fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -295,7 +342,20 @@ def plot(rows: Sequence[Row]) -> Figure:
 STUDY = Study(
     title="Error of the gradient",
     cells=cells,
-    columns=("size", "fails", "seed", "step", "down", "policy", "source", "rank", "period", "group", "error"),
+    columns=(
+        "size",
+        "fails",
+        "seed",
+        "step",
+        "down",
+        "policy",
+        "backward",
+        "source",
+        "rank",
+        "period",
+        "group",
+        "error",
+    ),
     report=report,
     plot=plot,
 )

@@ -17,6 +17,7 @@ from mecefo_jax.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DegradedConfig,
     EvalConfig,
     FaultsConfig,
     MeshConfig,
@@ -40,6 +41,30 @@ _STEPS = {"1M": 150, "5M": 80}
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
 
 
+SLACK = 0.01
+"""Of ``balanced``, as a fraction of a healthy step."""
+
+BACKWARDS: dict[str, DegradedConfig] = {
+    "paper": DegradedConfig(remat_ffn=False),
+    "low_rank": DegradedConfig(remat_ffn=False, skip_attention=False, low_rank_attention=True),
+    "unbiased": DegradedConfig(remat_ffn=False, skip_attention=False, low_rank_attention=True, complement=True),
+}
+"""Degraded backward passes that are compared, by the names that tables give them. Nothing is recomputed: that saves
+memory, which is not short here, and changes no gradient."""
+
+BACKWARDS_IN_WORDS = (
+    "Backward passes of degraded microbatches: `paper` skips attention, and projects the feed-forward's weight "
+    "gradients (the paper's m and l); `low_rank` skips nothing, and projects those of attention too; `unbiased` also "
+    "takes what lies outside the bases from the exact microbatches."
+)
+
+Variant = tuple[str | None, str | None, str | None]
+"""Policy, backward pass of degraded microbatches, and source of the bases; None: does not matter."""
+VARIANT = ("policy", "backward", "source")
+"""Columns of a variant."""
+FAILURE_FREE: Variant = (None, None, None)
+
+
 def small_run(
     size: Size,
     granularity: Granularity,
@@ -48,6 +73,7 @@ def small_run(
     quick: bool = False,
     scenario: str = "none",
     frequency: float = 1.0,
+    variant: Variant = FAILURE_FREE,
     **faults: Any,
 ) -> Config:
     """A run of a study.
@@ -59,6 +85,7 @@ def small_run(
         quick: whether it is to be over in seconds.
         scenario: the paper's low, mid or high; or another one of ``FaultsConfig``.
         frequency: divides the scenario's times.
+        variant: what is done about failures.
         faults: of ``FaultsConfig``.
     """
     hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[size]
@@ -74,6 +101,10 @@ def small_run(
         }
     else:
         settings["scenario"] = scenario
+    policy, backward, source = variant
+    if policy is not None:
+        settings |= {"policy": policy, "slack": SLACK}
+    basis: dict[str, Any] = {} if source is None else {"source": source}
     return Config(
         name=f"study_{size}",
         model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
@@ -81,7 +112,8 @@ def small_run(
         mesh=MeshConfig(num_nodes=nodes, num_submeshes=1),
         train=TrainConfig(steps=steps, microbatch_size=1, microbatches_per_node=_SEQUENCES // nodes, seed=seed),
         optim=OptimConfig(learning_rate=_LEARNING_RATES[size]),
-        basis=BasisConfig(rank=max(hidden // 8, 1), refresh_every=5),
+        degraded=DegradedConfig() if backward is None else BACKWARDS[backward],
+        basis=BasisConfig(rank=max(hidden // 8, 1), refresh_every=5, **basis),
         faults=FaultsConfig(**(settings | faults)),
         checkpoint=CheckpointConfig(every=max(steps // 4, 1), keep=1),
         eval=EvalConfig(every=0, batches=8 if quick else None),

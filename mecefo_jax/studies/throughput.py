@@ -16,10 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from configs import get
-from mecefo_jax.config import Config, DegradedConfig
+from mecefo_jax.config import Config
 from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.faults.scenario import HOURS
+from mecefo_jax.studies.ablation import switches
 from mecefo_jax.studies.markdown import table
 from mecefo_jax.studies.small_runs import REPLICAS, STAGES
 from mecefo_jax.studies.study import Cell, Row, Study
@@ -28,13 +29,18 @@ from mecefo_jax.takeover import degraded_cost, make_plan
 RUNS = ("llama_350m", "llama_1b", "llama_7b")
 PAPER: dict[str, float] = {"llama_350m": 1.07, "llama_1b": 2.98, "llama_7b": 4.18}
 """Drops that the paper reports under ``high``, in percent."""
-_POLICIES: tuple[tuple[str, float], ...] = (
-    ("neighbor", 0.0),
-    ("reroute", 0.0),
-    ("balanced", 0.01),
-    ("balanced", 0.1),
-    ("drop", 0.0),
+VARIANTS: tuple[tuple[str, float | None, str | None], ...] = (
+    ("neighbor", None, "mrl"),
+    ("neighbor", None, "ml"),
+    ("reroute", None, None),
+    ("balanced", 0.01, "mrl"),
+    ("balanced", 0.01, "ml"),
+    ("balanced", 0.01, "la"),
+    ("balanced", 0.1, "ml"),
+    ("balanced", 0.1, "la"),
+    ("drop", None, None),
 )
+"""Policy, slack of balanced, and letters of the techniques (``ablation.TECHNIQUES``) where it degrades anything."""
 _RUN_HOURS, _LOOKS_PER_HOUR = 2000, 20
 
 
@@ -66,7 +72,7 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def predict(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Loads and tokens of all policies over the looks at a long run; with and without recomputed feed-forwards."""
+    """Loads and tokens of all variants over the looks at a long run."""
     del workdir
     source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
     looks: dict[bytes, int] = {}
@@ -74,20 +80,18 @@ def predict(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
         live = source.live(look).tobytes()
         looks[live] = looks.get(live, 0) + 1
     rows = []
-    for recomputes, (policy, slack) in itertools.product((True, False), _POLICIES):
-        if policy in ("reroute", "drop") and not recomputes:
-            continue  # they degrade nothing
-        cost = _cost(config, recomputes)
+    for policy, slack, techniques in VARIANTS:
+        cost = _cost(config, techniques or "mrl")
         totals = np.zeros(3)
         for live, count in looks.items():
-            totals += count * np.array(_step(config, live, policy, slack, cost))
+            totals += count * np.array(_step(config, live, policy, slack or 0.0, cost))
         time, tokens, degraded = totals / config.train.steps
         rows.append(
             {
                 "policy": policy,
-                "slack": slack if policy == "balanced" else None,
-                "recomputes": None if policy in ("reroute", "drop") else recomputes,
-                "degraded_cost": cost,
+                "slack": slack,
+                "techniques": techniques,
+                "degraded_cost": None if techniques is None else cost,
                 "step_time": time,
                 "tokens": tokens,
                 "degraded_fraction": degraded / tokens,
@@ -116,10 +120,10 @@ def _step(config: Config, live: bytes, policy: str, slack: float, cost: float) -
 
 
 @functools.lru_cache(maxsize=16)
-def _cost(config: Config, recomputes: bool) -> float:
+def _cost(config: Config, techniques: str) -> float:
     return degraded_cost(
         config.model,
-        DegradedConfig(remat_ffn=recomputes),
+        switches(techniques),
         rank=config.basis.rank,
         microbatch_tokens=config.train.microbatch_size * config.data.seq_len,
         seq_len=config.data.seq_len,
@@ -133,8 +137,9 @@ def report(rows: Sequence[Row]) -> str:
         f"**Predicted** from operations and the schedule of failures, not measured: {_RUN_HOURS:,} hours of each "
         f"scenario, looked at {_LOOKS_PER_HOUR} times an hour. A step takes as long as its busiest unit; throughput is "
         "tokens trained on per time, relative to a cluster without failures. What a failure itself costs is not in "
-        "it (docs/operations.md). `mrl` recomputes the feed-forward in degraded microbatches, as the paper does to "
-        "save memory; `ml` does not. Exact microbatches recompute nothing.",
+        "it (docs/operations.md). Techniques: `mrl` are the paper's; `ml` the same without recomputing, which saves "
+        "nothing but memory; `la` skips nothing, and projects attention's weight gradients too. Exact microbatches recompute "
+        "nothing.",
         "The paper reports drops of 1.07% (350M), 2.98% (1B) and 4.18% (7B) under `high` for its own system, "
         "measured. Its figures for the systems that it compares with are not at hand here.",
     ]
@@ -146,18 +151,17 @@ def report(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     lines = []
-    variants = dict.fromkeys((row["run"], row["policy"], row["slack"], row["recomputes"]) for row in rows)
-    for run, policy, slack, recomputes in variants:
+    variants = dict.fromkeys((row["run"], row["policy"], row["slack"], row["techniques"]) for row in rows)
+    for run, policy, slack, techniques in variants:
         same = {
             row["scenario"]: row
             for row in rows
-            if (row["run"], row["policy"], row["slack"], row["recomputes"]) == (run, policy, slack, recomputes)
+            if (row["run"], row["policy"], row["slack"], row["techniques"]) == (run, policy, slack, techniques)
         }
         name = policy if slack is None else f"{policy}, slack {slack:g}"
-        techniques = "-" if recomputes is None else "mrl" if recomputes in (True, "True") else "ml"
-        cost = "-" if recomputes is None else f"{same['high']['degraded_cost']:.2f}"
+        cost = "-" if techniques is None else f"{same['high']['degraded_cost']:.2f}"
         drops = [f"{same[scenario]['drop_percent']:.2f}" for scenario in HOURS]
-        lines.append([run, name, techniques, cost, *drops, f"{same['high']['degraded_fraction']:.0%}"])
+        lines.append([run, name, techniques or "-", cost, *drops, f"{same['high']['degraded_fraction']:.0%}"])
     scenarios = [f"{scenario}, % lost" for scenario in HOURS]
     columns = ["run", "policy", "techniques", "cost of a degraded one", *scenarios, "degraded under high"]
     return table(columns, lines, left=3)
@@ -169,13 +173,16 @@ def plot(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(5 * len(kinds), 3.6), layout="constrained")
     for axes, fails in zip(figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
         chosen = [row for row in rows if row["fails"] == fails and row["scenario"] == "high"]
-        chosen = [row for row in chosen if row["recomputes"] not in (False, "False")]
         runs = list(dict.fromkeys(row["run"] for row in chosen))
-        variants = list(dict.fromkeys((row["policy"], row["slack"]) for row in chosen))
+        variants = list(dict.fromkeys((row["policy"], row["slack"], row["techniques"]) for row in chosen))
         width = 0.8 / (len(variants) + 1)
-        for place, (policy, slack) in enumerate(variants):
-            drops = [row["drop_percent"] for row in chosen if (row["policy"], row["slack"]) == (policy, slack)]
-            label = policy if slack is None else f"{policy}, slack {slack:g}"
+        for place, variant in enumerate(variants):
+            drops = [
+                row["drop_percent"] for row in chosen if (row["policy"], row["slack"], row["techniques"]) == variant
+            ]
+            policy, slack, techniques = variant
+            parts = (policy, slack and f"slack {slack:g}", techniques)
+            label = ", ".join(part for part in parts if part)
             axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label)
         axes.bar(
             np.arange(len(runs)) + len(variants) * width,
@@ -201,7 +208,7 @@ STUDY = Study(
         "scenario",
         "policy",
         "slack",
-        "recomputes",
+        "techniques",
         "degraded_cost",
         "step_time",
         "tokens",

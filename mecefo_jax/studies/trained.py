@@ -58,7 +58,7 @@ def comparison_table(conditions: Mapping[Condition, Mapping[str, float | None]],
     """As Markdown; ``headings`` name the parts of a condition."""
     lines = [
         [
-            *(str(part) for part in key),
+            *("-" if part is None else str(part) for part in key),
             f"{figures['perplexity']:.3f}" + _plus_minus(figures["deviation"], "{:.3f}"),
             "-"
             if figures["difference"] is None

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 from rich.console import Console
 
-from mecefo_jax.config import MAX_NODES
+from mecefo_jax.config import MAX_NODES, AutoConfig
 from mecefo_jax.config_values import check_range
 from mecefo_jax.errors import ConfigError, RunError, TooFewLiveNodesError
 from mecefo_jax.takeover.picture import draw_comparison, draw_plan
@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         console.print(draw_comparison(plans, arguments.degraded_cost))
         return 0
     for policy, plan in plans.items():
-        console.print(policy, style="bold")
+        chosen = f"{policy}: {plan.policy}, {plan.choice.reason}" if isinstance(plan, Plan) and plan.choice else policy
+        console.print(chosen, style="bold")
         console.print(draw_plan(plan, arguments.degraded_cost) if isinstance(plan, Plan) else f"impossible: {plan}")
         console.print()
     return 0
@@ -60,6 +61,7 @@ def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namesp
             microbatches_per_node=arguments.microbatches_per_node,
             degraded_cost=arguments.degraded_cost,
             slack=arguments.slack,
+            auto=AutoConfig(max_slowdown=arguments.max_slowdown),
         )
     except TooFewLiveNodesError as error:
         if arguments.policy is not None:
@@ -97,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches-per-node", type=integer, default=4, help="a node's slice (default: 4)")
     parser.add_argument("--degraded-cost", type=number, default=0.6, help="in exact microbatches (default: 0.6)")
     parser.add_argument("--slack", type=number, default=0.1, help="extra load that balanced accepts (default: 0.1)")
+    parser.add_argument(
+        "--max-slowdown", type=number, default=0.01, help="extra time per token that auto accepts (default: 0.01)"
+    )
     parser.add_argument(
         "--stages", type=integer, default=1, help="stages of a node that fail on their own (default: 1)"
     )

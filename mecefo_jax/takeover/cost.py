@@ -8,6 +8,8 @@ such products, one for each operand's gradient.
 Legend: b tokens of a microbatch, D hidden, F feed-forward, T sequence, V vocabulary, r rank.
 """
 
+from collections.abc import Sequence
+
 from mecefo_jax.config import DegradedConfig, ModelConfig
 
 
@@ -47,9 +49,10 @@ def degraded_flops(
     """Operations of a microbatch that is degraded in all layers, forward and backward.
 
     The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
-    attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
-    ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs
-    ``2b (in r + r out) + 2 in r out`` in place of ``2b in out``.
+    attention costs nothing in the backward pass, and is not recomputed; that of low rank keeps its input gradients. The
+    feed-forward is recomputed for ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient
+    ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; what is done once a step, such as the product
+    with the bases, is not counted.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.
@@ -65,11 +68,14 @@ def degraded_flops(
     attention = _attention_forward(model, microbatch_tokens, seq_len)
     ffn = _ffn_forward(model, microbatch_tokens)
     layer = attention + ffn + ffn
-    layer += _low_rank_weight_gradients(model, rank, microbatch_tokens) if degraded.low_rank else ffn
+    layer += _low_rank(_ffn_shapes(model), rank, microbatch_tokens) if degraded.low_rank else ffn
     if degraded.remat_ffn or model.remat in ("ffn", "block"):
         layer += _ffn_recompute(model, microbatch_tokens)
     if not degraded.skip_attention:
         layer += 2 * attention
+        if degraded.projects_attention:
+            shapes = _attention_shapes(model)
+            layer += _low_rank(shapes, rank, microbatch_tokens) - _products(shapes, microbatch_tokens)
         if model.remat == "block":
             layer += attention
     return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)
@@ -103,28 +109,42 @@ def degraded_cost(
 
 def _attention_forward(model: ModelConfig, microbatch_tokens: int, seq_len: int) -> float:
     """Projections to queries, keys, values and output; scores, and their product with the values."""
-    kv_size = model.hidden_size // model.num_heads * model.kv_heads
-    projections = 2 * model.hidden_size * (2 * model.hidden_size + 2 * kv_size)
-    return float(microbatch_tokens * (projections + 4 * seq_len * model.hidden_size))
+    scores = 4 * microbatch_tokens * seq_len * model.hidden_size
+    return _products(_attention_shapes(model), microbatch_tokens) + scores
 
 
 def _ffn_forward(model: ModelConfig, microbatch_tokens: int) -> float:
     """Gate, up and down products. All their input gradients, or weight gradients, cost as much again."""
-    return float(2 * microbatch_tokens * 3 * model.hidden_size * model.ffn_size)
+    return _products(_ffn_shapes(model), microbatch_tokens)
 
 
 def _ffn_recompute(model: ModelConfig, microbatch_tokens: int) -> float:
     """Gate and up products: the down product's own output is not needed again."""
-    return float(2 * microbatch_tokens * 2 * model.hidden_size * model.ffn_size)
+    return _products(_ffn_shapes(model)[:2], microbatch_tokens)
 
 
-def _low_rank_weight_gradients(model: ModelConfig, rank: int, microbatch_tokens: int) -> float:
-    """Projected weight gradients of gate and up [D, F] and down [F, D]."""
-    shapes = [(model.hidden_size, model.ffn_size)] * 2 + [(model.ffn_size, model.hidden_size)]
+def _attention_shapes(model: ModelConfig) -> list[tuple[int, int]]:
+    """Query, key, value and output kernels ``[in, out]``."""
+    kv_size = model.hidden_size // model.num_heads * model.kv_heads
+    return [(model.hidden_size, size) for size in (model.hidden_size, kv_size, kv_size, model.hidden_size)]
+
+
+def _ffn_shapes(model: ModelConfig) -> list[tuple[int, int]]:
+    """Gate and up kernels [D, F], and the down kernel [F, D]."""
+    return [(model.hidden_size, model.ffn_size)] * 2 + [(model.ffn_size, model.hidden_size)]
+
+
+def _products(shapes: Sequence[tuple[int, int]], microbatch_tokens: int) -> float:
+    """A product with each kernel; all input gradients, or weight gradients, cost as much."""
+    return float(sum(2 * microbatch_tokens * size_in * size_out for size_in, size_out in shapes))
+
+
+def _low_rank(shapes: Sequence[tuple[int, int]], rank: int, microbatch_tokens: int) -> float:
+    """Projected weight gradients of the kernels."""
     total = 0
     for size_in, size_out in shapes:
         r = min(rank, size_in)
-        total += 2 * microbatch_tokens * (size_in * r + r * size_out) + 2 * size_in * r * size_out
+        total += 2 * microbatch_tokens * (size_in * r + r * size_out)
     return float(total)
 
 

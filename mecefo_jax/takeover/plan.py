@@ -16,12 +16,18 @@ from typing import get_args, get_type_hints
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from mecefo_jax.config import FaultsConfig
-from mecefo_jax.errors import ConfigError
+from mecefo_jax.config import AutoConfig, FaultsConfig
+from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
 from mecefo_jax.takeover import policies
+from mecefo_jax.takeover.auto import Choice, choose, estimate
 
 POLICIES: tuple[str, ...] = get_args(get_type_hints(FaultsConfig)["policy"])
 """Names of the policies."""
+
+_AUTO = AutoConfig()
+
+_CANDIDATES = ("reroute", "balanced", "neighbor")
+"""What auto chooses among, of equals the first. Not drop: it loses data, and tokens faster than reroute loses time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +39,7 @@ class Plan:
     microbatches_per_node: int
     """Microbatches of a node's slice: node n is home to ids from n times this number on."""
     policy: str
-    """Policy that made the plan."""
+    """Policy that made the plan; under auto the one that it chose."""
     assignee_MS: Int[np.ndarray, "M S"]
     """int32: the node that computes a stage of a microbatch; -1: dropped."""
     degraded_MS: Bool[np.ndarray, "M S"]
@@ -41,6 +47,8 @@ class Plan:
     executor_M: Int[np.ndarray, " M"]
     """int32: the node on whose sub-mesh the microbatch runs: its home if any stage of it lives, else the assignee
     of stage 0; -1: dropped."""
+    choice: Choice | None = None
+    """Why this policy: under auto, where there was something to choose."""
 
     def __post_init__(self) -> None:
         for array in (self.live_NS, self.assignee_MS, self.degraded_MS, self.executor_M):
@@ -138,6 +146,11 @@ class Plan:
         """
         return float(self.load_NS(degraded_cost).max())
 
+    @property
+    def degraded_share(self) -> float:
+        """Share of what is computed, by microbatch and stage, that is degraded."""
+        return float(self.degraded_MS[self.executor_M >= 0].mean())
+
     def degraded_layers(self, num_layers: int) -> Bool[np.ndarray, "M L"]:
         """Layers of each microbatch whose backward pass is degraded.
 
@@ -154,17 +167,24 @@ class Plan:
 
 
 def make_plan(
-    live_NS: Bool[np.ndarray, "N S"], policy: str, *, microbatches_per_node: int, degraded_cost: float, slack: float
+    live_NS: Bool[np.ndarray, "N S"],
+    policy: str,
+    *,
+    microbatches_per_node: int,
+    degraded_cost: float,
+    slack: float,
+    auto: AutoConfig = _AUTO,
 ) -> Plan:
     """Make the plan of a step.
 
     Args:
       live_NS: live units.
-      policy: neighbor, reroute, balanced or drop.
+      policy: neighbor, reroute, balanced, drop, or auto, which chooses among these.
       microbatches_per_node: microbatches of a node's slice, at least 1.
       degraded_cost: cost of a degraded microbatch, in exact ones; positive, and at most 1 for balanced, which
         degrades in order to save time.
       slack: load above a healthy step that balanced accepts, as a fraction of a healthy step; not negative.
+      auto: what auto weighs; the plan of balanced that it considers has its max_slowdown as slack.
 
     Returns:
       The plan: the same for the same arguments.
@@ -175,10 +195,12 @@ def make_plan(
     """
     assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
     _check_arguments(policy, microbatches_per_node, degraded_cost, slack)
+    if policy == "auto" and not live_NS.all():
+        return _choose_plan(live_NS, microbatches_per_node, degraded_cost, auto)
     match policy:
         case "neighbor":
             assignee_MS, degraded_MS = policies.neighbor(live_NS, microbatches_per_node)
-        case "reroute":
+        case "reroute" | "auto":  # auto with nothing down
             assignee_MS, degraded_MS = policies.reroute(live_NS, microbatches_per_node)
         case "balanced":
             assignee_MS, degraded_MS = policies.balanced(
@@ -198,6 +220,42 @@ def make_plan(
         degraded_MS=degraded_MS,
         executor_M=np.where(np.any(live_NS, axis=1)[home_M] & (first_M >= 0), home_M, first_M),
     )
+
+
+def _choose_plan(
+    live_NS: Bool[np.ndarray, "N S"], microbatches_per_node: int, degraded_cost: float, auto: AutoConfig
+) -> Plan:
+    """The plan of the policy that ``auto`` chooses; what ``drop`` would cost is told beside."""
+    plans: dict[str, Plan] = {}
+    impossible: TooFewLiveNodesError | None = None
+    for policy in (*_CANDIDATES, "drop"):
+        if policy == "balanced" and degraded_cost > 1:
+            continue
+        try:
+            plans[policy] = make_plan(
+                live_NS,
+                policy,
+                microbatches_per_node=microbatches_per_node,
+                degraded_cost=degraded_cost,
+                slack=auto.max_slowdown,
+            )
+        except TooFewLiveNodesError as error:
+            impossible = impossible or error
+    if not plans:
+        assert impossible is not None
+        raise impossible
+    prospects = {
+        policy: estimate(
+            critical_load=plan.critical_load(degraded_cost),
+            degraded_share=plan.degraded_share,
+            num_dropped=len(plan.dropped),
+            num_microbatches=plan.num_microbatches,
+            settings=auto,
+        )
+        for policy, plan in plans.items()
+    }
+    choice = choose(prospects, [policy for policy in _CANDIDATES if policy in plans], auto.max_slowdown)
+    return dataclasses.replace(plans[choice.policy], choice=choice)
 
 
 def stage_of_layers(num_layers: int, num_stages: int) -> Int[np.ndarray, " L"]:

@@ -227,7 +227,7 @@ def test_layout_of_a_measurement(tmp_path, monkeypatch):
     results = json.loads((tmp_path / "out.json").read_text())
     layout = {
         "degraded_cost": ({"mrl"}, {"none"}),
-        "critical_load": ({"neighbor", "reroute", "balanced", "drop"}, {"1", "2"}),
+        "critical_load": ({"neighbor", "reroute", "balanced", "drop", "auto"}, {"1", "2"}),
         "temp_memory": ({"exact", "mrl"}, {"none"}),
     }
     for key, (outer, inner) in layout.items():

@@ -27,13 +27,17 @@ def test_agrees_with_the_executor(stages, policy, monkeypatch):
     plan = plan_for(dead, policy, config)
     healthy = plan_for([], policy, config)
     state = executor.state
-    exact, under = (average_gradients(_whole(executor.step_sums(0, plan, source)[0].tree)) for plan in (healthy, plan))
+    bases = basis_state(state.opt_state).bases
+    exact, under = (
+        average_gradients(_whole(executor.step_sums(0, plan, source)[0].tree), config.degraded, bases)
+        for plan in (healthy, plan)
+    )
     expected = relative_errors(under, exact)
     monkeypatch.setattr(gradient_error, "_draw", lambda config, step, down: plan.live_NS)
     monkeypatch.setattr(gradient_error, "_plan", lambda *arguments: plan)
     error = StepError(config, VOCAB, source)
     error.remember(0, state, [1])
-    trial = Trial(1, policy, "weight", 4, 1)
+    trial = Trial(1, policy, "paper", "weight", 4, 1)
     found = {row["group"]: row["error"] for row in error(0, state, [trial])}
     assert set(found) == set(GROUPS)
     # The bases of the executor come from iteration, those of the study from an SVD: the same spans but for rounding.

@@ -12,18 +12,18 @@ def rows_of(fails: str, **faults) -> dict[tuple, dict]:
     cells = [cell for cell in throughput.cells(True) if cell.labels["fails"] == fails]
     config = next(cell.config for cell in cells if cell.labels["scenario"] == "high")
     config = dataclasses.replace(config, faults=dataclasses.replace(config.faults, **faults))
-    return {(row["policy"], row["slack"], row["recomputes"]): row for row in predict(config, None)}
+    return {(row["policy"], row["slack"], row["techniques"]): row for row in predict(config, None)}
 
 
 def test_a_node_that_is_always_down():
     rows = rows_of("node", scenario="persistent", persistent_nodes=(5,))
-    neighbor = rows["neighbor", None, True]
+    neighbor = rows["neighbor", None, "mrl"]
     assert neighbor["step_time"] == pytest.approx(max(1.0, 2 * neighbor["degraded_cost"]))
     assert neighbor["degraded_fraction"] == pytest.approx(2 / 32)
     assert rows["drop", None, None]["drop_percent"] == pytest.approx(100 / 32)
     # Eight orphans on 31 nodes: some have nine in place of eight.
     assert rows["reroute", None, None]["step_time"] == pytest.approx(9 / 8)
-    balanced = rows["balanced", 0.01, True]
+    balanced = rows["balanced", 0.01, "mrl"]
     assert balanced["step_time"] <= 1.01 and balanced["tokens"] == 1
     assert balanced["drop_percent"] == pytest.approx(100 * (1 - 1 / balanced["step_time"]))
 
@@ -31,11 +31,13 @@ def test_a_node_that_is_always_down():
 def test_a_stage_cuts_its_replica_for_those_who_drop():
     rows = rows_of("stage", scenario="script", script="fail 1.3 at 0")
     assert rows["drop", None, None]["tokens"] == pytest.approx(3 / 4)
-    assert rows["neighbor", None, True]["degraded_fraction"] == pytest.approx(2 / 32)
+    assert rows["neighbor", None, "mrl"]["degraded_fraction"] == pytest.approx(2 / 32)
     assert rows["reroute", None, None]["step_time"] == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_recomputing_costs_time_and_what_degrades_nothing_is_not_told_twice():
+def test_what_saves_less_costs_more_and_the_exact_ones_degrade_nothing():
     rows = rows_of("node", scenario="persistent", persistent_nodes=(5,))
-    assert rows["neighbor", None, True]["degraded_cost"] > rows["neighbor", None, False]["degraded_cost"]
-    assert ("drop", None, None) in rows and ("drop", None, False) not in rows
+    ml, mrl, la = (rows["balanced", 0.01, techniques]["degraded_cost"] for techniques in ("ml", "mrl", "la"))
+    assert ml < la < 1 and ml < mrl < 1
+    for exact in ("reroute", "drop"):
+        assert rows[exact, None, None]["degraded_fraction"] == 0

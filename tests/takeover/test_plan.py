@@ -10,8 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mecefo_jax.config import AutoConfig
 from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
 from mecefo_jax.takeover import Plan, make_plan, stage_of_layers
+from mecefo_jax.takeover.auto import estimate
 from mecefo_jax.takeover.plan import POLICIES
 
 LIVE_NODES = st.integers(1, 12).flatmap(lambda n: hnp.arrays(bool, (n, 1)))
@@ -39,6 +41,7 @@ def plan_or_skip(live_NS, policy, microbatches_per_node, **costs) -> Plan:
             "reroute": live_NS.any(axis=0).all(),
             "balanced": live_NS.any(axis=0).all(),
             "drop": live_NS.all(axis=1).any(),
+            "auto": live_NS.any(),
         }
         assert not enough[policy]
         assume(False)
@@ -52,7 +55,7 @@ def nodes_alive(num_nodes, *dead):
 
 
 def test_the_policies_are_those_of_the_config():
-    assert POLICIES == ("neighbor", "reroute", "balanced", "drop")
+    assert POLICIES == ("neighbor", "reroute", "balanced", "drop", "auto")
 
 
 @settings(deadline=None)
@@ -335,3 +338,60 @@ def test_plans_for_16384_nodes_take_milliseconds(policy):
         seconds.append(time.perf_counter() - start)
     # About 2 ms; a Python loop over nodes or microbatches would take more than the limit.
     assert min(seconds) < 0.02
+
+
+def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fastest():
+    def auto(live_NS, **settings):
+        plan = make_plan(
+            live_NS,
+            "auto",
+            microbatches_per_node=settings.pop("per_node", 4),
+            degraded_cost=settings.pop("cost", 0.6),
+            slack=0.0,
+            auto=AutoConfig(**settings),
+        )
+        assert plan.choice is not None and plan.choice.policy == plan.policy
+        return plan
+
+    one_of_eight = nodes_alive(8, 3)
+    exact = auto(one_of_eight, max_slowdown=0.25)
+    assert exact.policy == "reroute" and "within 0.25" in exact.choice.reason
+    assert exact.choice.prospects["reroute"].slowdown == pytest.approx(0.25)
+    assert exact.choice.prospects["reroute"].error == 0
+    assert exact.choice.prospects["drop"].slowdown == pytest.approx(32 / 28 - 1)
+
+    balanced = auto(one_of_eight, max_slowdown=0.05, degraded_error=0.5)
+    assert balanced.policy == "balanced"
+    assert balanced.choice.prospects["balanced"].error == pytest.approx(0.5 * 8 / 32)
+    same = plan_of(one_of_eight, "balanced", slack=0.05)
+    np.testing.assert_array_equal(balanced.degraded_MS, same.degraded_MS)
+
+    half = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05)
+    assert half.policy == "balanced" and "fastest" in half.choice.reason  # 8 degraded ones on each: 1.2, as neighbor
+    costly = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, cost=1.5)
+    assert costly.policy == "reroute" and "balanced" not in costly.choice.prospects
+
+    everywhere = np.ones((2, 3), dtype=bool)
+    everywhere[:, 1] = False
+    covered = auto(everywhere, max_slowdown=0.05)
+    assert covered.policy == "neighbor" and set(covered.choice.prospects) == {"neighbor"}
+
+
+def test_auto_has_nothing_to_choose_while_all_are_healthy():
+    plan = plan_of(np.ones((4, 1)), "auto")
+    assert plan.choice is None and plan.degraded.size == plan.taken_over.size == 0
+
+
+def test_the_error_that_auto_expects_of_dropping_is_that_of_a_smaller_sample():
+    rng, total, dropped = np.random.default_rng(0), 32, 8
+    noise = rng.standard_normal((20_000, total))  # of one microbatch, relative to a mean gradient of norm 1
+    errors = noise[:, dropped:].mean(axis=1) - noise.mean(axis=1)
+    expected = estimate(
+        critical_load=1.0,
+        degraded_share=0.0,
+        num_dropped=dropped,
+        num_microbatches=total,
+        settings=AutoConfig(sampling_error=1.0),
+    )
+    assert expected.error == pytest.approx(np.sqrt((errors**2).mean()), rel=0.02)
+    assert expected.slowdown == pytest.approx(1 / 3)

@@ -1,0 +1,76 @@
+"""The policy ``auto``: which of the others takes over a failure, by predicted time and estimated gradient error.
+
+A plan's *slowdown* is the extra time per token that it trains on, relative to a healthy step: of its busiest unit's
+load, and of what it drops. Its *error* is the estimated distance of the step's gradient from the failure-free one,
+relative to the norm of the latter. Degraded microbatches are biased, so their error grows with their share ``d`` of the
+work alone; ``k`` dropped ones of ``M`` make a smaller sample:
+
+    error^2 = (degraded_error d)^2 + sampling_error^2 k / (M (M - k))
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from mecefo_jax.config import AutoConfig
+
+# Slowdowns are quotients of rounded loads: one this much above the limit is the limit.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """What a policy's plan is expected to cost."""
+
+    slowdown: float
+    """Extra time per token trained on, as a fraction of a healthy step's."""
+    error: float
+    """Estimated relative error of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The policy that was chosen, and why."""
+
+    policy: str
+    reason: str
+    prospects: Mapping[str, Prospect]
+    """By policy, of those that have a plan at all."""
+
+
+def estimate(
+    *, critical_load: float, degraded_share: float, num_dropped: int, num_microbatches: int, settings: AutoConfig
+) -> Prospect:
+    """What a plan is expected to cost.
+
+    Args:
+      critical_load: load of its busiest unit, 1.0 being a healthy step.
+      degraded_share: share of what it computes that is degraded, by microbatch and stage.
+      num_dropped: microbatches that it leaves out (k); fewer than all.
+      num_microbatches: microbatches of the step (M).
+      settings: the errors of degrading and of sampling.
+    """
+    kept = num_microbatches - num_dropped
+    sampling = settings.sampling_error * math.sqrt(num_dropped / (num_microbatches * kept))
+    return Prospect(
+        slowdown=max(critical_load * num_microbatches / kept - 1, 0.0),
+        error=math.hypot(settings.degraded_error * degraded_share, sampling),
+    )
+
+
+def choose(prospects: Mapping[str, Prospect], candidates: Sequence[str], max_slowdown: float) -> Choice:
+    """The least error within ``max_slowdown``; where nothing is, the least slowdown. Of equals the first.
+
+    Args:
+      prospects: by policy.
+      candidates: those of them that may be chosen; at least one.
+      max_slowdown: extra time per token that is accepted.
+    """
+    within = [name for name in candidates if prospects[name].slowdown <= max_slowdown + _ROUNDING]
+    if within:
+        policy = min(within, key=lambda name: (prospects[name].error, prospects[name].slowdown))
+        reason = f"least error within {max_slowdown:g} of extra time"
+    else:
+        policy = min(candidates, key=lambda name: (prospects[name].slowdown, prospects[name].error))
+        reason = f"fastest, for nothing is within {max_slowdown:g} of extra time"
+    return Choice(policy=policy, reason=reason, prospects=dict(prospects))
