@@ -138,8 +138,8 @@ def report(rows: Sequence[Row]) -> str:
         f"scenario, looked at {_LOOKS_PER_HOUR} times an hour. A step takes as long as its busiest unit; throughput is "
         "tokens trained on per time, relative to a cluster without failures. What a failure itself costs is not in "
         "it (docs/operations.md). Techniques: `mrl` are the paper's; `ml` the same without recomputing, which saves "
-        "nothing but memory; `la` skips nothing, and projects attention's weight gradients too. Exact microbatches recompute "
-        "nothing.",
+        "nothing but memory; `la` skips nothing, and projects attention's weight gradients too. Exact microbatches "
+        "recompute nothing.",
         "The paper reports drops of 1.07% (350M), 2.98% (1B) and 4.18% (7B) under `high` for its own system, "
         "measured. Its figures for the systems that it compares with are not at hand here.",
     ]
