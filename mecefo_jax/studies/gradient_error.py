@@ -212,10 +212,12 @@ def _bases(sources: PyTree, switches: DegradedConfig, rank: int) -> PyTree:
 
 def _draw(config: Config, step: int, down: int) -> np.ndarray:
     """Random units that are down; at least one node has all of them live."""
-    live_NS = np.ones((config.mesh.num_nodes, config.faults.num_stages), bool)
     rng = np.random.default_rng([config.train.seed, step, down])
-    live_NS.flat[rng.choice(live_NS.size, down, replace=False)] = False
-    return live_NS
+    while True:
+        live_NS = np.ones((config.mesh.num_nodes, config.faults.num_stages), bool)
+        live_NS.flat[rng.choice(live_NS.size, down, replace=False)] = False
+        if live_NS.all(axis=1).any():
+            return live_NS
 
 
 def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str, switches: DegradedConfig) -> Plan:

@@ -70,3 +70,10 @@ def test_trials_cover_policies_sources_ranks_and_periods():
     assert {trial.period for trial in trials} == {None, 1, 5, 20, 80}
     assert all((trial.source is None) == (trial.policy == "drop") for trial in trials)
     assert len(set(trials)) == len(trials)
+
+
+def test_some_node_is_always_whole():
+    config = dataclasses.replace(tiny_config(), faults=FaultsConfig(granularity="stage", num_stages=3))
+    for step in range(30):
+        live_NS = gradient_error._draw(config, step, NODES)
+        assert (~live_NS).sum() == NODES and live_NS.all(axis=1).any()
