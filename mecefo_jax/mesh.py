@@ -24,8 +24,8 @@ from mecefo_jax.takeover import Plan
 # gradients and moments, whose paths end alike.
 _RULES = (
     (r"\.vectors\[", P(None, ("fsdp", "tensor"))),  # packed trees (processes/interconnect.py)
-    (r"\.bases.*\.down\.", P("tensor", None)),
-    (r"\.bases.*\.feed_forward\.", P("fsdp", None)),
+    (r"\.bases.*\.(down|out)\.", P("tensor", None)),
+    (r"\.bases.*\.(feed_forward|attention)\.", P("fsdp", None)),
     (r"\.embedding", P("tensor", "fsdp")),
     (r"\.(attention\.out|feed_forward\.down)\.", P("tensor", "fsdp")),
     (r"\.(attention|feed_forward|head)\.", P("fsdp", "tensor")),

@@ -37,6 +37,7 @@ def test_an_unchanged_config_says_nothing():
         ("train__microbatch_size", 8),
         ("basis__rank", 64),
         ("basis__source", "momentum"),
+        ("degraded__low_rank_attention", True),
     ],
 )
 def test_an_identity_field_is_refused_with_both_values(name, value):

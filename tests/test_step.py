@@ -125,6 +125,32 @@ def test_each_switch_alone_and_together(switches, remat):
     check_sums(config, sums, params, bases, degraded_ML, computed_M)
 
 
+@pytest.mark.parametrize("policy", ["neighbor", "balanced"])
+def test_low_rank_attention_and_the_complement_inside_sharded_nodes(policy):
+    degraded = DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True)
+    config = tiny_config(FOUR_DEVICES, degraded=degraded)
+    check_against_naive(config, plan_for(DEAD_SETS["three"], policy, config))
+
+
+def test_the_complement_of_alike_microbatches_is_exact_at_any_rank():
+    """Were all microbatches the same, those that are exact would say of the others what these leave out."""
+    config = tiny_config(
+        basis=BasisConfig(rank=1),
+        degraded=DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True),
+    )
+    executor, alike = executor_for(config), lambda step, number: source(step, 0)
+    bases = basis_state(executor.state.opt_state).bases
+    averages = []
+    for dead in ("one", "healthy"):
+        plan = plan_for(DEAD_SETS[dead], "balanced", config)
+        assert bool(plan.degraded.size) == (dead == "one")
+        sums = jax.tree.map(lambda leaf: leaf[0], executor.step_sums(0, plan, alike)[0].tree)
+        averages.append(average_gradients(sums, config.degraded, bases))
+    for left, right in zip(*map(jax.tree.leaves, averages), strict=True):
+        left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+        assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
+
+
 def test_full_rank_recovers_the_exact_ffn_gradient():
     config = tiny_config(basis=BasisConfig(rank=48), degraded=DegradedConfig(skip_attention=False))
     executor = executor_for(config)

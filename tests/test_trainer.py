@@ -302,7 +302,7 @@ def test_a_corpus_shorter_than_the_run_is_refused_or_repeated(config, tmp_path):
     assert trainer.run(small, tmp_path)["tokens"] == pytest.approx(4 * 100 * MICROBATCHES * SEQ, rel=0.01)
 
 
-@pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop"])
+@pytest.mark.parametrize("policy", ["neighbor", "reroute", "balanced", "drop", "auto"])
 def test_stages_fail_in_a_run(config, tmp_path, policy):
     config = changed(
         config,
@@ -314,6 +314,14 @@ def test_stages_fail_in_a_run(config, tmp_path, policy):
     computed = 4 * MICROBATCHES - (2 * MICROBATCHES // 4 if policy == "drop" else 0)
     assert summary["tokens"] == computed * SEQ
     assert (summary["failures"], summary["recoveries"]) == (1, 1)
+    takeovers = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "takeover"]
+    if policy == "auto":
+        failed, back = takeovers
+        assert "extra time" in failed["chosen_for"] and failed["policy"] in failed["prospects"]
+        assert {"reroute", "neighbor", "drop"} <= set(failed["prospects"])
+        assert "chosen_for" not in back and back["critical_load"] == 1
+    else:
+        assert all(event["policy"] == policy and "chosen_for" not in event for event in takeovers)
 
 
 def _damage(checkpoint) -> None:
