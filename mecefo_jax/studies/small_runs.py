@@ -9,8 +9,11 @@ under ``high``, 2.75 for each of 32 units. Each run here is declared to last the
 are 16 in place of 32, so that each has 8 microbatches; together they fail half as often, and each just as often.
 """
 
+import dataclasses
 import pathlib
 from typing import Any, Literal
+
+import numpy as np
 
 from mecefo_jax.config import (
     BasisConfig,
@@ -25,7 +28,10 @@ from mecefo_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from mecefo_jax.errors import TooFewLiveNodesError
+from mecefo_jax.faults import make_fault_source
 from mecefo_jax.faults import scenario as scenarios
+from mecefo_jax.takeover import make_plan
 
 Size = Literal["1M", "5M"]
 Granularity = Literal["node", "stage"]
@@ -105,7 +111,7 @@ def small_run(
     if policy is not None:
         settings |= {"policy": policy, "slack": SLACK}
     basis: dict[str, Any] = {} if source is None else {"source": source}
-    return Config(
+    config = Config(
         name=f"study_{size}",
         model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
         data=DataConfig(source="builtin", tokenizer="bytes", seq_len=_SEQ_LEN),
@@ -118,6 +124,50 @@ def small_run(
         checkpoint=CheckpointConfig(every=max(steps // 4, 1), keep=1),
         eval=EvalConfig(every=0, batches=8 if quick else None),
     )
+    return wait_out(config)
+
+
+def wait_out(config: Config) -> Config:
+    """A run whose failures are those of the config but for the steps that its policy has no plan for.
+
+    Where a stage is dead everywhere, or under ``drop`` every node is cut, a cluster waits until a unit is back. Such
+    steps are left out, and the failures written down as a script.
+    """
+    source, steps = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed), 0
+    lives: list[np.ndarray] = []
+    while len(lives) < config.train.steps:
+        live_NS = source.live(steps)
+        steps += 1
+        if _has_plan(config, live_NS):
+            lives.append(live_NS)
+    if steps == len(lives):
+        return config
+    faults = dataclasses.replace(config.faults, scenario="script", script=_script(np.stack(lives)))
+    return dataclasses.replace(config, faults=faults)
+
+
+def _script(live_TNS: np.ndarray) -> str:
+    """Clauses for when each stage is down."""
+    clauses = []
+    for node, stage in np.ndindex(live_TNS.shape[1:]):
+        down = np.diff(np.r_[0, ~live_TNS[:, node, stage], 0].astype(int))
+        for start, end in zip(np.flatnonzero(down == 1), np.flatnonzero(down == -1), strict=True):
+            clauses.append(f"fail {node}.{stage} at {start}, back at {end}")
+    return "; ".join(clauses)
+
+
+def _has_plan(config: Config, live_NS: np.ndarray) -> bool:
+    try:
+        make_plan(
+            live_NS,
+            config.faults.policy,
+            microbatches_per_node=config.train.microbatches_per_node,
+            degraded_cost=0.5,
+            slack=config.faults.slack,
+        )
+    except TooFewLiveNodesError:
+        return False
+    return True
 
 
 TRAINED_COLUMNS = (
