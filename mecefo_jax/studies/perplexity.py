@@ -69,8 +69,8 @@ def report(rows: Sequence[Row]) -> str:
         "`high` a sixteenth, 3/32 and an eighth of the units are down on average. Perplexity is that of all held-out "
         "text after the last step; +- is the standard deviation over seeds; differences are to the failure-free run "
         "of the same seed. The load is that of the busiest unit, 1 being a healthy step; `balanced` may take "
-        f"{SLACK:.0%} more than that. Steps that a policy has no plan for (`drop`, where every replica is cut) are waited "
-        "out, and not counted.",
+        f"{SLACK:.0%} more than that. Steps that a policy has no plan for (`drop`, where every replica is cut) are "
+        "waited out, and not counted.",
         BACKWARDS_IN_WORDS,
     ]
     for size, fails in _panels(rows):
