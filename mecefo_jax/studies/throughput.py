@@ -189,7 +189,7 @@ def plot(rows: Sequence[Row]) -> Figure:
             [PAPER[run] for run in runs],
             width,
             label="paper, measured",
-            color="gray",
+            color="black",
         )
         axes.set_xticks(np.arange(len(runs)) + 0.4, runs)
         axes.set_title(f"{fails}s fail, high", fontsize=10)

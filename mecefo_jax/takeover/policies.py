@@ -1,4 +1,4 @@
-"""The four policies: functions from the live units to who computes what, and how.
+"""The policies that make plans (``auto`` chooses among them): from the live units to who computes what, and how.
 
 A unit is one stage of one node (with whole nodes failing there is one stage, and a unit is a node). Each
 policy returns, for each microbatch and stage, the node that computes it (-1: nobody) and whether its backward
