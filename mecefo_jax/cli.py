@@ -19,6 +19,7 @@ from mecefo_jax.config import Config
 from mecefo_jax.config_effects import CONDITIONS, changed, must_take_effect, without_effect
 from mecefo_jax.config_file import (
     fields,
+    flatten,
     from_dict,
     read_config,
     to_dict,
@@ -159,11 +160,7 @@ def _resolve(arguments: Arguments) -> Config:
     if arguments.name is None:
         raise ConfigError(f"got no run to start; name one of {', '.join(configs.names())}, or a config file *.json")
     base = _base(arguments.name)
-    settings = to_dict(base)
-    for key, value in arguments.settings.items():
-        section, _, field = key.rpartition(".")
-        (settings[section] if section else settings)[field] = value
-    config = from_dict(settings)
+    config = from_dict(dict(flatten(to_dict(base))) | arguments.settings)
     _check_effects(arguments, base, config)
     return config
 

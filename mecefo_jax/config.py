@@ -236,14 +236,14 @@ class DegradedConfig:
     complement: bool = False
     """Not in the paper: take what lies outside the bases from the exact microbatches, for the whole step."""
 
-    @property
-    def projects_attention(self) -> bool:
-        """Whether the weight gradients of attention are of low rank, where it is not skipped."""
-        return self.low_rank and self.low_rank_attention
-
     def __post_init__(self) -> None:
-        """Raises ConfigError where a value is not a truth value."""
+        """Raises ConfigError where a value is not a truth value, or needs another one."""
         check_types(self, "degraded.")
+        if self.low_rank_attention and not self.low_rank:
+            raise ConfigError(
+                "degraded.low_rank_attention: got true with degraded.low_rank false, expected false; "
+                "set --degraded.low_rank true to project weight gradients"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,10 +268,13 @@ class BasisConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoConfig:
-    """What the policy auto weighs, for each failure: extra time against the error of the gradient."""
+    """What the policy auto weighs at each failure: extra time and the error of the gradient."""
 
     max_slowdown: float = 0.01
-    """Extra time per token, as a fraction of a healthy step's, within which auto takes the least error."""
+    """Extra time per token, as a fraction of a healthy step's, within which auto takes the least error; where nothing
+    is, it takes what makes the most progress a second."""
+    may_drop: bool = False
+    """Whether auto may leave microbatches out (drop), which loses data."""
     degraded_error: float = 0.5
     """Relative error of the gradient if all microbatches are degraded (docs/results/gradient_error.md)."""
     sampling_error: float = 4.0
@@ -293,7 +296,7 @@ class FaultsConfig:
     mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps); persistent (persistent_nodes);
     trace (trace_file); script (script)."""
     policy: Literal["neighbor", "reroute", "balanced", "drop", "auto"] = "neighbor"
-    """How the microbatches of dead nodes are taken over; auto chooses among the others for each failure."""
+    """How the microbatches of dead nodes are taken over; auto chooses among the others at each failure."""
     granularity: Literal["node", "stage"] = "node"
     """Unit that fails: a node, or a pipeline stage of a node (a contiguous range of layers; emulated)."""
     num_stages: int = 1

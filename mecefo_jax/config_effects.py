@@ -19,6 +19,7 @@ CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
     "faults.num_stages": ("faults.granularity", ("stage",)),
     "faults.slack": ("faults.policy", ("balanced",)),
     "faults.auto.max_slowdown": ("faults.policy", ("auto",)),
+    "faults.auto.may_drop": ("faults.policy", ("auto",)),
     "faults.auto.degraded_error": ("faults.policy", ("auto",)),
     "faults.auto.sampling_error": ("faults.policy", ("auto",)),
     "faults.step_seconds": ("faults.scenario", ("low", "mid", "high", "trace")),

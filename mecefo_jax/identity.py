@@ -82,6 +82,7 @@ def _is_identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> b
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names to JSON values, with what depends on several fields worked out."""
     flat = _flat(json.loads(json.dumps(config)))
+    flat.setdefault("degraded.low_rank_attention", False)  # the only way there was
     if flat.get("model.num_kv_heads", 0) is None:
         flat["model.num_kv_heads"] = flat.get("model.num_heads")
     if "mesh.num_nodes" in flat and "train.microbatches_per_node" in flat:

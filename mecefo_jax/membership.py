@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Protocol
 
 import numpy as np
+from jaxtyping import Bool
 
 from mecefo_jax.config import Config
 from mecefo_jax.errors import TooFewLiveNodesError
@@ -49,14 +50,7 @@ class Membership:
                 f"{live_nodes} of {config.mesh.num_nodes} nodes are live at step {step}, "
                 f"faults.min_live_nodes is {config.faults.min_live_nodes}"
             )
-        return make_plan(
-            live_NS,
-            config.faults.policy,
-            microbatches_per_node=config.train.microbatches_per_node,
-            degraded_cost=self.degraded_cost,
-            slack=config.faults.slack,
-            auto=config.faults.auto,
-        )
+        return plan_for(config, live_NS, self.degraded_cost)
 
     def report(self, step: int, plan: Plan | None) -> None:
         """Tell of what a step changes: units that failed or came back, and the plan made of it.
@@ -95,6 +89,27 @@ class Membership:
     def _unit(self, node: int, stage: int) -> dict[str, int]:
         by_stage = self._config.faults.granularity == "stage"
         return {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
+
+
+def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_cost: float) -> Plan:
+    """The plan that a run's policy makes of the live units.
+
+    Args:
+        config: of the run.
+        live_NS: live units.
+        degraded_cost: cost of a degraded microbatch, in exact ones.
+
+    Raises:
+        ConfigError, TooFewLiveNodesError: as ``make_plan``.
+    """
+    return make_plan(
+        live_NS,
+        config.faults.policy,
+        microbatches_per_node=config.train.microbatches_per_node,
+        degraded_cost=degraded_cost,
+        slack=config.faults.slack,
+        auto=config.faults.auto,
+    )
 
 
 def takeover_fields(plan: Plan, degraded_cost: float) -> dict[str, Any]:

@@ -73,11 +73,11 @@ def first_moment(opt_state: optax.OptState) -> PyTree:
 
 
 def touched_mask(params: PyTree, has_exact_L: Bool[Array, "L"]) -> PyTree[Bool[Array, "..."]]:
-    """Which entries have a gradient in this step: in layers without exact contributors, not attention and norm1.
+    """Which entries have a gradient in this step: attention and norm1 in some layers, all others everywhere.
 
     Args:
         params: a tree like the parameters.
-        has_exact_L: whether a layer has exact contributors.
+        has_exact_L: whether there is a gradient for attention in a layer.
 
     Returns:
         Per leaf a boolean array that broadcasts against it.

@@ -117,6 +117,7 @@ def measure(config: Config, vocab_size: int, seconds: float) -> dict[str, Any]:
         "healthy_overhead": float(np.median(steps["ours"] / steps["plain"])),
         "step_s": {name: float(np.median(times)) for name, times in steps.items()},
         "degraded_cost": compiled["degraded_cost"],
+        "own_degraded_cost": own_cost,
         "refresh_cost": {name: float(np.median(refreshes[name] / refreshes["step"])) for name in ("svd", "subspace")},
         "critical_load": critical_loads(config, own_cost),
         "temp_memory": compiled["temp_memory"],

@@ -19,7 +19,7 @@ from mecefo_jax import devices  # first, for it sets what JAX reads when it is i
 from mecefo_jax.cli import scan
 from mecefo_jax.config import Config, FaultsConfig, MeshConfig
 from mecefo_jax.config_effects import without_effect
-from mecefo_jax.config_file import from_dict, to_dict
+from mecefo_jax.config_file import flatten, from_dict, to_dict
 from mecefo_jax.errors import ConfigError, RunError
 from mecefo_jax.finetune.loop import fine_tune
 from mecefo_jax.finetune.settings import Settings
@@ -133,10 +133,7 @@ def with_failures(pretrained: Config, settings: Settings, shorthands: dict[str, 
     plain = to_dict(pretrained)
     chosen = {name: plain[name] for name in ("model", "degraded", "basis")}
     chosen |= {"faults": {}, "mesh": {"num_nodes": settings.nodes}}
-    for key, value in (scanned.settings | shorthands).items():
-        section, _, field = key.partition(".")
-        chosen[section][field] = value
-    config = from_dict(chosen)
+    config = from_dict(dict(flatten(chosen)) | scanned.settings | shorthands)
     for key in scanned.settings:
         if message := without_effect(config, key):
             raise ConfigError(message)

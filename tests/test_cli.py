@@ -1,5 +1,6 @@
 """The command line: parsing, help, exit codes, the run directory."""
 
+import functools
 import json
 import os
 import pathlib
@@ -194,6 +195,15 @@ def test_every_condition_names_settings_and_values_that_exist():
                 assert getattr(getattr(config, section), field) == value
             except errors.ConfigError as refused:
                 assert f"expected a value, as {other} is {value}" in str(refused) or "num_stages" in str(refused)
+
+
+def test_every_setting_can_be_given_its_default():
+    """Also those of sections in sections."""
+    default = configs.get("quickstart")
+    for key in fields():
+        value = functools.reduce(getattr, key.split("."), default)
+        if isinstance(value, int | float) and not key.startswith("cluster."):
+            assert cli.parse(["quickstart", f"--{key}", str(value)])[0] == default, key
 
 
 def test_printed_config_serves_as_a_config_file(tmp_path, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mecefo_jax.batches import in_parts
-from mecefo_jax.config import BasisConfig, MeshConfig
+from mecefo_jax.config import BasisConfig, DegradedConfig, MeshConfig
 from mecefo_jax.data import evaluation_microbatches
 from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import Work
@@ -63,10 +63,15 @@ def test_bases_of_all_nodes_are_refreshed_at_the_same_time():
     assert basis_state(executor.state.opt_state).refreshes == 20
 
 
-def test_four_devices_a_node_train_as_one_device_does():
+UNBIASED = DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True)
+
+
+@pytest.mark.parametrize("degraded", [DegradedConfig(), UNBIASED], ids=["paper", "unbiased"])
+def test_four_devices_a_node_train_as_one_device_does(degraded):
+    """Bases are refreshed on the way, the last time from the first moment."""
     losses = {}
     for name, mesh in {"one": ONE_DEVICE, "four": FOUR_DEVICES}.items():
-        config = tiny_config(mesh)
+        config = tiny_config(mesh, degraded=degraded, basis=BasisConfig(rank=4, refresh_every=3, source="momentum"))
         executor = make_executor(config)
         losses[name] = [
             float(executor.train_step(step, plan_for(dead, "neighbor", config), source).loss)

@@ -51,6 +51,14 @@ def test_an_identity_field_is_refused_with_both_values(name, value):
     assert name == "model__num_kv_heads" or str(old).lower() in str(caught.value).lower()
 
 
+def test_checkpoints_from_before_attention_could_be_projected_projected_it_not():
+    old = copy.deepcopy(BASE)
+    old.pop("degraded")
+    assert check_identity(old, BASE) == []
+    with pytest.raises(ConfigError, match="degraded.low_rank_attention: saved false, now true"):
+        check_identity(old, changed(degraded__low_rank_attention=True))
+
+
 def test_all_refused_fields_are_named_at_once():
     with pytest.raises(ConfigError, match=r"model\.num_layers: saved 4, now 6; train\.seed: saved 0, now 3"):
         check_identity(BASE, changed(model__num_layers=6, train__seed=3))

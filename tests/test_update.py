@@ -115,6 +115,13 @@ def test_layers_without_exact_contributors_stay_bit_equal(state, apply):
                     assert (a != b).any(), name
 
 
+def test_where_attention_is_not_skipped_it_moves_without_exact_contributors(state, apply):
+    config = dataclasses.replace(CONFIG, degraded=DegradedConfig(skip_attention=False))
+    after, _ = apply(state, sums_like(state.params, exact_tokens_L=(0, 64, 0)), config)
+    for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
+        assert (old != new).any()
+
+
 @pytest.mark.parametrize("bad", ["nan_gradient", "inf_loss"])
 def test_a_non_finite_step_changes_nothing_but_the_counters(state, apply, bad):
     state, _ = apply(state, sums_like(state.params), CONFIG)

@@ -19,13 +19,13 @@ from mecefo_jax.bench.plain_step import PlainTrainer, adamw, adamw_with_bases
 from mecefo_jax.config import Config
 from mecefo_jax.degraded.basis import BasisState, Method, low_rank_ffn
 from mecefo_jax.executor import Executor, MicrobatchSource
+from mecefo_jax.membership import plan_for
 from mecefo_jax.mesh import Cluster, live_mesh, make_cluster, partition_specs, shardings
 from mecefo_jax.model import Model, ffn_kernel_mask
 from mecefo_jax.node_program import Flat, NodeProgram
 from mecefo_jax.optimizer import basis_state
 from mecefo_jax.state import TrainState, abstract_state, init_sharded_state
 from mecefo_jax.step import NodeBatch, make_reduction, node_gradients, state_for_gradients, update
-from mecefo_jax.takeover import make_plan
 
 _SLOTS = 17
 _MIN_ROUNDS = 5
@@ -171,13 +171,7 @@ def _timed(contender: Callable[[], Any]) -> float:
 def _stepper(config: Config, cluster: Cluster, state: TrainState, microbatch: MicrobatchSource) -> Callable[[], Any]:
     """A healthy step of the executor."""
     executor = Executor(config, cluster, jax.tree.map(jnp.copy, state))  # it donates what it is given
-    plan = make_plan(
-        np.ones((config.mesh.num_nodes, 1), bool),
-        config.faults.policy,
-        microbatches_per_node=config.train.microbatches_per_node,
-        degraded_cost=1.0,
-        slack=config.faults.slack,
-    )
+    plan = plan_for(config, np.ones((config.mesh.num_nodes, 1), bool), 1.0)
     return lambda: executor.train_step(0, plan, microbatch)
 
 

@@ -36,7 +36,7 @@ def degraded_block(
         m_BTD = skip_attention(block, x_BTD, positions)
     else:
         recompute = rematerialize if remat == "block" else _as_it_is
-        if switches.projects_attention:
+        if switches.low_rank_attention:
             m_BTD = x_BTD + recompute(low_rank_attention_branch)(block, x_BTD, positions, bases, coordinates)
         else:
             m_BTD = x_BTD + recompute(attention_branch)(block, x_BTD, positions)

@@ -24,14 +24,14 @@ from mecefo_jax.finetune.rows import Rows, bucket, encode, epoch_order
 from mecefo_jax.finetune.scores import check_metric, class_scores, number_scores
 from mecefo_jax.finetune.settings import Settings, fine_tuning_config
 from mecefo_jax.finetune.tasks import Task
-from mecefo_jax.membership import Membership, run_degraded_cost
+from mecefo_jax.membership import Membership, plan_for, run_degraded_cost
 from mecefo_jax.mesh import make_cluster, shardings
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.model import Model, compute_dtype
 from mecefo_jax.progress import Progress
 from mecefo_jax.state import TrainState, fresh_state
 from mecefo_jax.step import StepMetrics
-from mecefo_jax.takeover import Plan, make_plan
+from mecefo_jax.takeover import Plan
 from mecefo_jax.trained import TrainedModel
 
 _outputs = jax.jit(outputs, static_argnums=2)
@@ -234,13 +234,8 @@ def _batches_by_length(rows: Rows, config: Config) -> Iterator[tuple[np.ndarray,
 def _check_failures(config: Config, task: Task) -> None:
     """Refuse failures or a policy that no plan can be made of, before there is a directory to clear away."""
     source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
-    make_plan(
-        np.ones((source.num_nodes, source.num_stages), bool),
-        config.faults.policy,
-        microbatches_per_node=config.train.microbatches_per_node,
-        degraded_cost=run_degraded_cost(config, task.num_outputs),
-        slack=config.faults.slack,
-    )
+    everything = np.ones((source.num_nodes, source.num_stages), bool)
+    plan_for(config, everything, run_degraded_cost(config, task.num_outputs))
 
 
 def _make_empty(out: pathlib.Path) -> None:

@@ -19,7 +19,7 @@ from mecefo_jax.config_file import save_config
 from mecefo_jax.errors import DataError
 from mecefo_jax.faults.live import LiveFailures, live_nodes
 from mecefo_jax.journal import Journal, scores
-from mecefo_jax.membership import run_degraded_cost
+from mecefo_jax.membership import plan_for, run_degraded_cost
 from mecefo_jax.mesh import Work
 from mecefo_jax.processes.agreement import Decision, Facts
 from mecefo_jax.processes.interconnect import Packed
@@ -28,7 +28,7 @@ from mecefo_jax.processes.timeline import Timeline
 from mecefo_jax.progress import Progress
 from mecefo_jax.report import write_report
 from mecefo_jax.state import init_sharded_state
-from mecefo_jax.takeover import Plan, make_plan
+from mecefo_jax.takeover import Plan
 from mecefo_jax.trained import keep_tokenizer
 
 
@@ -120,14 +120,7 @@ class Holding:
     def plan(self, nodes: Collection[int]) -> Plan:
         """The policy's plan of the step for these live nodes."""
         config = self._parts.config
-        return make_plan(
-            live_nodes(config.mesh.num_nodes, nodes),
-            config.faults.policy,
-            microbatches_per_node=config.train.microbatches_per_node,
-            degraded_cost=self._degraded_cost,
-            slack=config.faults.slack,
-            auto=config.faults.auto,
-        )
+        return plan_for(config, live_nodes(config.mesh.num_nodes, nodes), self._degraded_cost)
 
     def compute_own(self, node: int, nodes: Collection[int]) -> None:
         """Compute the sums of the step, as the plan for ``nodes`` shares it out to ``node``."""

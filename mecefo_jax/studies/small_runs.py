@@ -31,7 +31,7 @@ from mecefo_jax.config import (
 from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.faults import scenario as scenarios
-from mecefo_jax.takeover import make_plan
+from mecefo_jax.membership import plan_for
 
 Size = Literal["1M", "5M"]
 Granularity = Literal["node", "stage"]
@@ -136,6 +136,7 @@ def wait_out(config: Config) -> Config:
     source, steps = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed), 0
     lives: list[np.ndarray] = []
     while len(lives) < config.train.steps:
+        assert steps < 100 * config.train.steps, "the policy will never have a plan again"
         live_NS = source.live(steps)
         steps += 1
         if _has_plan(config, live_NS):
@@ -152,19 +153,14 @@ def _script(live_TNS: np.ndarray) -> str:
     for node, stage in np.ndindex(live_TNS.shape[1:]):
         down = np.diff(np.r_[0, ~live_TNS[:, node, stage], 0].astype(int))
         for start, end in zip(np.flatnonzero(down == 1), np.flatnonzero(down == -1), strict=True):
-            clauses.append(f"fail {node}.{stage} at {start}, back at {end}")
+            unit = f"{node}.{stage}" if live_TNS.shape[2] > 1 else str(node)
+            clauses.append(f"fail {unit} at {start}, back at {end}")
     return "; ".join(clauses)
 
 
 def _has_plan(config: Config, live_NS: np.ndarray) -> bool:
     try:
-        make_plan(
-            live_NS,
-            config.faults.policy,
-            microbatches_per_node=config.train.microbatches_per_node,
-            degraded_cost=0.5,
-            slack=config.faults.slack,
-        )
+        plan_for(config, live_NS, 0.5)
     except TooFewLiveNodesError:
         return False
     return True

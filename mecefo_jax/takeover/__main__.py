@@ -13,7 +13,7 @@ from rich.console import Console
 from mecefo_jax.config import MAX_NODES, AutoConfig
 from mecefo_jax.config_values import check_range
 from mecefo_jax.errors import ConfigError, RunError, TooFewLiveNodesError
-from mecefo_jax.takeover.picture import draw_comparison, draw_plan
+from mecefo_jax.takeover.picture import choice_of, draw_comparison, draw_plan
 from mecefo_jax.takeover.plan import POLICIES, Plan, make_plan
 from mecefo_jax.terminal import in_flags, integer, number, tolerate_encoding
 
@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(draw_comparison(plans, arguments.degraded_cost))
         return 0
     for policy, plan in plans.items():
-        chosen = f"{policy}: {plan.policy}, {plan.choice.reason}" if isinstance(plan, Plan) and plan.choice else policy
-        console.print(chosen, style="bold")
+        console.print(choice_of(plan) if isinstance(plan, Plan) and plan.choice else policy, style="bold")
         console.print(draw_plan(plan, arguments.degraded_cost) if isinstance(plan, Plan) else f"impossible: {plan}")
         console.print()
     return 0

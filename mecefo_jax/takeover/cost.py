@@ -51,8 +51,8 @@ def degraded_flops(
     The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
     attention costs nothing in the backward pass, and is not recomputed; that of low rank keeps its input gradients. The
     feed-forward is recomputed for ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient
-    ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; what is done once a step, such as the product
-    with the bases, is not counted.
+    ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; the product with the bases, done
+    once by a node in a step that degrades, is not counted: ``r / b`` of a full weight gradient.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.
@@ -73,7 +73,7 @@ def degraded_flops(
         layer += _ffn_recompute(model, microbatch_tokens)
     if not degraded.skip_attention:
         layer += 2 * attention
-        if degraded.projects_attention:
+        if degraded.low_rank_attention:
             shapes = _attention_shapes(model)
             layer += _low_rank(shapes, rank, microbatch_tokens) - _products(shapes, microbatch_tokens)
         if model.remat == "block":

@@ -102,7 +102,7 @@ def draw_comparison(plans: Mapping[str, Plan | str], degraded_cost: float) -> Re
     made = [plan for plan in plans.values() if isinstance(plan, Plan)]
     if not made:
         return Text("\n".join(f"{policy}: {plan}" for policy, plan in plans.items()))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 0))
     table.add_column("node", justify="right", no_wrap=True)
     for policy in plans:
         table.add_column(policy)
@@ -115,13 +115,20 @@ def draw_comparison(plans: Mapping[str, Plan | str], degraded_cost: float) -> Re
         )
         table.add_row(str(node), *cells, end_section=index == len(shown) - 1)
     for name, value in (
-        ("load", lambda plan: f"{plan.critical_load(degraded_cost):.2f} at most"),
+        ("load", lambda plan: f"<= {plan.critical_load(degraded_cost):.2f}"),
         ("degraded", lambda plan: f"{len(plan.degraded)} of {plan.num_microbatches}"),
         ("dropped", lambda plan: f"{len(plan.dropped)} of {plan.num_microbatches}"),
     ):
         table.add_row(name, *(value(plan) if isinstance(plan, Plan) else "" for plan in plans.values()))
     reasons = [Text(f"{policy}: {plan}", style="red") for policy, plan in plans.items() if isinstance(plan, str)]
-    return Group(table, *_others(made[0], len(shown)), *reasons, _shape_legend())
+    chosen = [Text(choice_of(plan)) for plan in made if plan.choice is not None]
+    return Group(table, *_others(made[0], len(shown)), *reasons, *chosen, _shape_legend())
+
+
+def choice_of(plan: Plan) -> str:
+    """What ``auto`` chose, and why."""
+    assert plan.choice is not None
+    return f"auto: {plan.policy}, {plan.choice.reason}"
 
 
 def _nodes_shown(plans: list[Plan]) -> list[int]:

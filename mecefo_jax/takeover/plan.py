@@ -26,8 +26,8 @@ POLICIES: tuple[str, ...] = get_args(get_type_hints(FaultsConfig)["policy"])
 
 _AUTO = AutoConfig()
 
-_CANDIDATES = ("reroute", "balanced", "neighbor")
-"""What auto chooses among, of equals the first. Not drop: it loses data, and tokens faster than reroute loses time."""
+_CANDIDATES = ("reroute", "balanced", "neighbor", "drop")
+"""What auto chooses among, of equals the first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class Plan:
     microbatches_per_node: int
     """Microbatches of a node's slice: node n is home to ids from n times this number on."""
     policy: str
-    """Policy that made the plan; under auto the one that it chose."""
+    """Policy that made the plan; under auto the one that it chose, reroute where there was nothing to choose."""
     assignee_MS: Int[np.ndarray, "M S"]
     """int32: the node that computes a stage of a microbatch; -1: dropped."""
     degraded_MS: Bool[np.ndarray, "M S"]
@@ -195,12 +195,14 @@ def make_plan(
     """
     assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
     _check_arguments(policy, microbatches_per_node, degraded_cost, slack)
-    if policy == "auto" and not live_NS.all():
-        return _choose_plan(live_NS, microbatches_per_node, degraded_cost, auto)
+    if policy == "auto" and live_NS.all():
+        policy = _CANDIDATES[0]  # there is nothing to choose
     match policy:
         case "neighbor":
             assignee_MS, degraded_MS = policies.neighbor(live_NS, microbatches_per_node)
-        case "reroute" | "auto":  # auto with nothing down
+        case "auto":
+            return _choose_plan(live_NS, microbatches_per_node, degraded_cost, auto)
+        case "reroute":
             assignee_MS, degraded_MS = policies.reroute(live_NS, microbatches_per_node)
         case "balanced":
             assignee_MS, degraded_MS = policies.balanced(
@@ -225,10 +227,10 @@ def make_plan(
 def _choose_plan(
     live_NS: Bool[np.ndarray, "N S"], microbatches_per_node: int, degraded_cost: float, auto: AutoConfig
 ) -> Plan:
-    """The plan of the policy that ``auto`` chooses; what ``drop`` would cost is told beside."""
+    """The plan of the policy that ``auto`` chooses; what others would cost is told beside, also if they may not be."""
     plans: dict[str, Plan] = {}
     impossible: TooFewLiveNodesError | None = None
-    for policy in (*_CANDIDATES, "drop"):
+    for policy in _CANDIDATES:
         if policy == "balanced" and degraded_cost > 1:
             continue
         try:
@@ -254,7 +256,8 @@ def _choose_plan(
         )
         for policy, plan in plans.items()
     }
-    choice = choose(prospects, [policy for policy in _CANDIDATES if policy in plans], auto.max_slowdown)
+    candidates = [policy for policy in plans if auto.may_drop or policy != "drop"]
+    choice = choose(prospects, candidates, auto.max_slowdown)
     return dataclasses.replace(plans[choice.policy], choice=choice)
 
 

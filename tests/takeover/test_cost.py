@@ -56,7 +56,6 @@ LOW_RANK_ATTENTION = 2 * (480 - 320) + 2 * (360 - 160)
         ("la", "none", 2 * ATTENTION + LOW_RANK_ATTENTION + FFN + LOW_RANK),
         ("la", "block", 3 * ATTENTION + LOW_RANK_ATTENTION + FFN + LOW_RANK + 2 * ONE_FFN_PRODUCT),
         ("mla", "none", FFN + LOW_RANK),
-        ("a", "none", 2 * ATTENTION + 2 * FFN),
     ],
 )
 def test_degraded_by_hand(switches, remat, backward):

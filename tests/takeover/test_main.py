@@ -49,12 +49,13 @@ def test_without_a_policy_all_stand_side_by_side(capsys):
     assert seen["node"] == "neighbor reroute balanced drop auto"
     assert seen["3"] == "\u00d7 \u00d7 \u00d7 \u00d7 \u00d7"
     assert seen["4"].split() == [
-        "\u25c7\u25c7\u25c7\u25c7\u25a1\u25a1\u25a1\u25a1",  # its load, 1.20, is on the next line
+        "\u25c7\u25c7\u25c7\u25c7\u25a1\u25a1\u25a1\u25a1", "1.20",
         "\u25c6\u25a0\u25a0\u25a0\u25a0", "1.25",
         "\u25c7\u25a1\u25a0\u25a0\u25a0", "1.05",
         "\u25a0\u25a0\u25a0\u25a0", "1.00",
         "\u25c7\u25a1\u25a1\u25a0\u25a0", "0.95",
     ]  # fmt: skip
+    assert "auto: balanced, least error within 0.01 of extra time" in output
     assert seen["degraded"] == "8 of 32 0 of 32 8 of 32 0 of 32 12 of 32"
     assert seen["dropped"] == "0 of 32 0 of 32 0 of 32 4 of 32 0 of 32"
 

@@ -366,8 +366,14 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
     same = plan_of(one_of_eight, "balanced", slack=0.05)
     np.testing.assert_array_equal(balanced.degraded_MS, same.degraded_MS)
 
-    half = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05)
-    assert half.policy == "balanced" and "fastest" in half.choice.reason  # 8 degraded ones on each: 1.2, as neighbor
+    half = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.5)
+    assert half.policy == "balanced" and "progress" in half.choice.reason  # 8 degraded ones on each: 1.2, as neighbor
+    wrong = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.9)
+    assert wrong.policy == "reroute"  # 1.2 (1 + 0.9^2) is more than 2
+    lost = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.9, sampling_error=0.1, may_drop=True)
+    assert lost.policy == "reroute", "an error of nothing, and as much time"
+    quick = auto(one_of_eight, max_slowdown=0.15, per_node=1, cost=1.0, sampling_error=0.1, may_drop=True)
+    assert quick.policy == "drop" and len(quick.dropped) == 1  # 8/7; whole microbatches make rerouting take 2
     costly = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, cost=1.5)
     assert costly.policy == "reroute" and "balanced" not in costly.choice.prospects
 
