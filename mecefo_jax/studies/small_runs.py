@@ -108,9 +108,8 @@ def small_run(
     else:
         settings["scenario"] = scenario
     policy, backward, source = variant
-    if policy is not None:
-        settings |= {"policy": policy, "slack": SLACK}
-    basis: dict[str, Any] = {} if source is None else {"source": source}
+    settings |= {"policy": policy or "neighbor", "slack": SLACK}
+    basis: dict[str, Any] = {"source": source or "weight"}
     config = Config(
         name=f"study_{size}",
         model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
@@ -118,7 +117,7 @@ def small_run(
         mesh=MeshConfig(num_nodes=nodes, num_submeshes=1),
         train=TrainConfig(steps=steps, microbatch_size=1, microbatches_per_node=_SEQUENCES // nodes, seed=seed),
         optim=OptimConfig(learning_rate=_LEARNING_RATES[size]),
-        degraded=DegradedConfig() if backward is None else BACKWARDS[backward],
+        degraded=BACKWARDS[backward or "paper"],
         basis=BasisConfig(rank=max(hidden // 8, 1), refresh_every=5, **basis),
         faults=FaultsConfig(**(settings | faults)),
         checkpoint=CheckpointConfig(every=max(steps // 4, 1), keep=1),

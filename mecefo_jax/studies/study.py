@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from mecefo_jax.config import Config
-from mecefo_jax.config_file import to_json
+from mecefo_jax.config_effects import without_effect
+from mecefo_jax.config_file import flatten, to_dict
 
 Row = Mapping[str, Any]
 """One line of a table: labels and numbers, by column."""
@@ -29,8 +31,11 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for equal work: what was measured once is found under it."""
-        what = f"{self.measure.__module__}.{self.measure.__qualname__}\0{to_json(self.config)}"
+        """Equal for equal work, by which what was measured once is found; settings without effect do not count."""
+        settings = {
+            name: value for name, value in flatten(to_dict(self.config)) if without_effect(self.config, name) is None
+        }
+        what = f"{self.measure.__module__}.{self.measure.__qualname__}\0{json.dumps(settings)}"
         return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 

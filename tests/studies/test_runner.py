@@ -1,5 +1,6 @@
 """Cells are measured once, whatever interrupts them, and rows survive the file."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -60,6 +61,11 @@ def test_equal_work_has_one_key():
     assert cell(1).key == cell(1).key != cell(2).key
     other = Cell(labels={"seed": 9}, config=cell(1).config, measure=measure)
     assert other.key == cell(1).key, "labels are no part of the work"
+    config = cell(1).config
+    for slack, policy, equal in ((0.7, "neighbor", True), (0.7, "balanced", False)):
+        faults = dataclasses.replace(config.faults, slack=slack, policy=policy)
+        changed = Cell(labels={}, config=dataclasses.replace(config, faults=faults), measure=measure)
+        assert (changed.key == cell(1).key) == equal, "what has no effect does not count"
     assert Cell(labels={}, config=cell(1).config, measure=runner._measure).key != cell(1).key  # type: ignore[arg-type]
 
 
