@@ -7,17 +7,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as mecefo_jax/devices.py d
 import hypothesis
 import jax
 import matplotlib
-import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 matplotlib.use("Agg")
-# Most of the time of tests is XLA's, and two fifths of that LLVM's optimizations, from which a test is too short to
-# profit. XLA reads its flags once: processes that tests start have their own, and run as a user's would.
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0")
-    jax.devices()
 # A first example may compile, and machines differ: time is no property of the code under test.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
