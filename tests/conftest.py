@@ -1,12 +1,17 @@
 """Strict numerics for every test: no silent broadcasting of ranks, no silent dtype promotion, eight CPU devices."""
 
+import gc
 import os
+import pathlib
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as mecefo_jax/devices.py does, before JAX loads its libraries
 
 import hypothesis
 import jax
 import matplotlib
+import pytest
+
+from mecefo_jax import executor
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -15,3 +20,17 @@ matplotlib.use("Agg")
 # A first example may compile, and machines differ: time is no property of the code under test.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
+
+_MOST_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_executables():
+    """Each executable maps pieces of memory; Linux allows a process 65,530, and XLA aborts without more."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > _MOST_MAPS:
+        executor.programs_for.cache_clear()
+        executor._reduction.cache_clear()
+        jax.clear_caches()
+        gc.collect()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mecefo_jax.config import Config, DataConfig, FaultsConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from mecefo_jax.config_file import fields, from_dict, read_config, save_config, to_dict, to_json
+from mecefo_jax.config_file import fields, flatten, from_dict, read_config, save_config, to_dict, to_json
 from mecefo_jax.errors import ConfigError
 
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
@@ -117,5 +117,5 @@ def test_unreadable_files_are_refused_by_path(tmp_path):
 def test_settings_are_all_there_by_dotted_name():
     names = set(fields())
     assert {"name", "model.hidden_size", "mesh.num_submeshes", "faults.policy", "eval.batches"} <= names
-    flat = {f"{section}.{name}" for section, group in to_dict(Config()).items() if section != "name" for name in group}
-    assert names == flat | {"name"}
+    assert names == {name for name, _ in flatten(to_dict(Config()))}
+    assert {"faults.script", "faults.auto.max_slowdown"} <= names, "also those of a section in a section"

@@ -87,7 +87,7 @@ def test_the_coordinate_gradient_expands_to_what_the_optax_transformation_projec
         return degraded_block(block, x, positions, *layer, low_rank, "none")
 
     def loss(coordinates):
-        per_layer = (state.bases.blocks.feed_forward, coordinates.blocks.feed_forward)
+        per_layer = (state.bases.blocks, coordinates.blocks)
         return loss_sum(model, tokens, dtype, apply, per_layer)[0]
 
     expanded = expand(state.bases, jax.jit(jax.grad(loss))(zero_coordinates(model, state.bases)))
@@ -98,11 +98,16 @@ def test_the_coordinate_gradient_expands_to_what_the_optax_transformation_projec
         np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-5 * float(jnp.abs(reference).max()))
 
 
+def for_kernels(block, make):
+    """A tree like the block with something in the places of the feed-forward kernels, None elsewhere."""
+    return jax.tree.map(lambda is_kernel, w: make(w) if is_kernel else None, ffn_kernel_mask(block), block)
+
+
 @pytest.mark.parametrize("is_degraded", [False, True])
 def test_a_masked_block_is_one_of_the_two(block, is_degraded):
     x, positions, switches = normal(0, B, T, D), rotary(T, CONFIG.head_size, CONFIG.rope_base), DegradedConfig()
-    bases = jax.tree.map(lambda w: basis(0, w.shape[0], 4), block.feed_forward)
-    zeros = jax.tree.map(lambda w: jnp.zeros((4, w.shape[1])), block.feed_forward)
+    bases = for_kernels(block, lambda w: basis(0, w.shape[0], 4))
+    zeros = for_kernels(block, lambda w: jnp.zeros((4, w.shape[1])))
 
     def masked(block, x):
         return masked_block(block, x, positions, bases, zeros, jnp.bool_(is_degraded), switches, "none")
@@ -127,8 +132,8 @@ def compiled(switches: DegradedConfig | None, remat: str):
     block = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], init_model(config, VOCAB, 0).blocks))
     x = jax.ShapeDtypeStruct((4, 256, 128), jnp.float32)
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    bases = jax.tree.map(lambda w: shape(w.shape[0], 16), block.feed_forward)
-    coordinates = jax.tree.map(lambda w: shape(16, w.shape[1]), block.feed_forward)
+    bases = for_kernels(block, lambda w: shape(w.shape[0], 16))
+    coordinates = for_kernels(block, lambda w: shape(16, w.shape[1]))
     positions = rotary(256, 32, 10000.0)
 
     def loss(trained, block, x, bases):

@@ -236,7 +236,15 @@ def test_layout_of_a_measurement(tmp_path, monkeypatch):
     assert set(results["refresh_cost"]) == {"svd", "subspace"}
     assert set(results["compile_s"]) == {"node_program", "update", "reduction"}
     assert results["healthy_overhead"] > 0
-    assert set(results) == {*layout, "run", "step_s", "healthy_overhead", "refresh_cost", "compile_s"}
+    assert set(results) == {
+        *layout,
+        "run",
+        "step_s",
+        "healthy_overhead",
+        "own_degraded_cost",
+        "refresh_cost",
+        "compile_s",
+    }
 
 
 def test_names_of_variants():
