@@ -49,6 +49,12 @@ def _takeover(step: int, fields: Mapping[str, Any]) -> str:
     return f"{policy} on {fields['live_nodes']} nodes, load {fields['critical_load']:.2f}; {what}"
 
 
+def _resumed(step: int, fields: Mapping[str, Any]) -> str:
+    if fields.get("source") == "memory":
+        return f"resumed from step {step}, kept in memory"
+    return f"resumed from checkpoint {step}"
+
+
 def _saved(step: int, fields: Mapping[str, Any]) -> str:
     return f"saved checkpoint {step} ({_bytes(fields['bytes'])} in {fields['seconds']:.1f} s)"
 
@@ -67,7 +73,7 @@ _EVENTS: dict[str, tuple[str, _Line]] = {
         "yellow",
         lambda step, fields: f"warning: an old checkpoint was not deleted: {fields['reason']}",
     ),
-    "resumed": ("cyan", lambda step, fields: f"resumed from checkpoint {step}"),
+    "resumed": ("cyan", _resumed),
     "already_finished": ("cyan", lambda step, fields: "this run is finished; evaluating and reporting once more"),
     "config_changed": ("yellow", lambda step, fields: f"warning: changed since the checkpoint: {fields['change']}"),
     "takeover": ("", _takeover),

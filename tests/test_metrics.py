@@ -260,6 +260,7 @@ def test_the_summary_replaces_an_older_one(tmp_path):
 def run_everything(workdir, console: Console) -> str:
     with RunLog(workdir, total_steps=60000, console=console, tensorboard=False, num_nodes=32) as log:
         log.event("resumed", 59000)
+        log.event("resumed", 59000, source="memory")
         log.progress(59001)
         log.event("failure", 59010, node=3, covered_by=4)
         log.event("failure", 59011, nodes=[5, 6], covered_by=[7])
@@ -282,6 +283,7 @@ def test_plain_lines_without_a_terminal(tmp_path):
     lines = output.splitlines()
     for expected in (
         "  59000  resumed from checkpoint 59000",
+        "  59000  resumed from step 59000, kept in memory",
         "  59010  node 3 failed -> node 4",
         "  59011  nodes 5, 6 failed -> node 7",
         "  59012  node 3 is back",
