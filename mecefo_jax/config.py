@@ -276,9 +276,9 @@ class AutoConfig:
     may_drop: bool = False
     """Whether auto may leave microbatches out (drop), which loses data."""
     degraded_error: float = 0.5
-    """Relative error of the gradient if all microbatches are degraded (docs/results/gradient_error.md)."""
+    """Relative error of the gradient if all microbatches are degraded; a guess, from small trials (docs/log.md)."""
     sampling_error: float = 4.0
-    """Relative standard deviation of one microbatch's gradient (docs/results/gradient_error.md)."""
+    """Relative standard deviation of one microbatch's gradient, which depends on its size; a guess."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""

@@ -258,10 +258,12 @@ def average_gradients(sums: Sums, switches: DegradedConfig, bases: PyTree) -> Mo
     averaged = jax.tree.map(average, sums.grads, is_attention)
     if not (switches.complement and switches.low_rank):
         return averaged
-    completed = lambda grads: jax.tree.map(complete, bases, grads, is_attention, is_leaf=lambda leaf: leaf is None)  # noqa: E731
-    return jax.lax.cond(
-        jnp.all(sums.exact_tokens_L == jnp.sum(sums.tokens_M)), lambda grads: grads, completed, averaged
-    )
+
+    def completed(grads):
+        return jax.tree.map(complete, bases, grads, is_attention, is_leaf=lambda leaf: leaf is None)
+
+    is_exact = jnp.all(sums.exact_tokens_L == jnp.sum(sums.tokens_M))
+    return jax.lax.cond(is_exact, lambda grads: grads, completed, averaged)
 
 
 def evaluate(

@@ -158,8 +158,9 @@ def _script(live_TNS: np.ndarray) -> str:
 
 
 def _has_plan(config: Config, live_NS: np.ndarray) -> bool:
+    """Whether the policy can do a step with these units."""
     try:
-        plan_for(config, live_NS, 0.5)
+        plan_for(config, live_NS, 0.5)  # at whatever cost
     except TooFewLiveNodesError:
         return False
     return True

@@ -51,6 +51,11 @@ WIDE = dataclasses.replace(
 )
 
 
+VARIANTS = TECHNIQUES | {
+    "la": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank_attention=True),
+}
+
+
 def one_submesh(config):
     return make_cluster(bench.one_node(config).mesh).submeshes[0]
 
@@ -69,7 +74,8 @@ def hand_count(config: Config, name: str) -> float:
         return model.num_layers * 3 * (attention + ffn) + head
     weights = 3 * 2 * b * rank * (D + F) if "l" in name else ffn
     recomputed = 4 * b * D * F if "r" in name else 0
-    return model.num_layers * (attention + 2 * ffn + weights + recomputed) + head
+    kept = attention + 4 * 2 * b * rank * 2 * D if "a" in name else 0  # input gradients, and weight gradients of rank r
+    return model.num_layers * (attention + kept + 2 * ffn + weights + recomputed) + head
 
 
 def test_hand_count_example():
@@ -79,9 +85,11 @@ def test_hand_count_example():
     )
 
 
-@pytest.mark.parametrize(("name", "remat"), [("exact", "none"), ("exact", "block"), ("mrl", "none"), ("ml", "none")])
+@pytest.mark.parametrize(
+    ("name", "remat"), [("exact", "none"), ("exact", "block"), ("mrl", "none"), ("ml", "none"), ("la", "none")]
+)
 def test_flops_are_those_of_the_matrix_products(name, remat):
-    config = with_variant(WIDE, TECHNIQUES.get(name, WIDE.degraded), remat)
+    config = with_variant(WIDE, VARIANTS.get(name, WIDE.degraded), remat)
     flops = microbatch_flops(config, WIDE_VOCAB, one_submesh(WIDE), degraded=name != "exact")
     expected = hand_count(WIDE, name)
     if remat == "block":  # all products but the last are done again

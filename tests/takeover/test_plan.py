@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from mecefo_jax.config import AutoConfig
 from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
 from mecefo_jax.takeover import Plan, make_plan, stage_of_layers
-from mecefo_jax.takeover.auto import estimate
+from mecefo_jax.takeover.auto import Prospect, choose, estimate
 from mecefo_jax.takeover.plan import POLICIES
 
 LIVE_NODES = st.integers(1, 12).flatmap(lambda n: hnp.arrays(bool, (n, 1)))
@@ -401,3 +401,13 @@ def test_the_error_that_auto_expects_of_dropping_is_that_of_a_smaller_sample():
     )
     assert expected.error == pytest.approx(np.sqrt((errors**2).mean()), rel=0.02)
     assert expected.slowdown == pytest.approx(1 / 3)
+
+
+def test_of_equals_auto_takes_the_first_and_nothing_within_the_limit_needs_no_error():
+    same = Prospect(slowdown=0.2, error=0.1)
+    for limit in (0.2, 0.1):
+        assert choose({"a": same, "b": same}, ["b", "a"], limit).policy == "b"
+    faster = Prospect(slowdown=0.1, error=0.1)
+    assert choose({"a": same, "b": faster}, ["a", "b"], 0.3).policy == "b", "of equal errors the faster one"
+    unknown = {"slow": Prospect(slowdown=0.5, error=0.0), "fast": Prospect(slowdown=0.3, error=0.0)}
+    assert choose(unknown, list(unknown), 0.1).policy == "fast"
