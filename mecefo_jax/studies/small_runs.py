@@ -6,7 +6,7 @@ stages, so that a stage is a layer. The rank of the bases is an eighth of the hi
 Scenarios keep the paper's proportions. Its longest run (7B, 15.7 billion tokens) takes 44 hours on 32 accelerators of
 312 TFLOP/s at 40% utilization (an estimate: the paper's own time is not known here), in which there are 88 failures
 under ``high``, 2.75 for each of 32 units. Each run here is declared to last these 44 hours, whatever its steps. Nodes
-are 16 in place of 32, so that each has 8 microbatches; together they fail half as often, and each just as often.
+are 16 in place of 32, so that each has 4 microbatches; together they fail half as often, and each just as often.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ HOURS = 44.0
 NODES, REPLICAS, STAGES = 16, 4, 8
 """Units that fail: whole nodes, or the stages of 4 nodes."""
 UNITS_OF_PAPER = 32
-_SEQ_LEN, _SEQUENCES = 64, 128
+_SEQ_LEN, _SEQUENCES = 64, 64
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
 _STEPS = {"1M": 400, "5M": 200}
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
