@@ -231,19 +231,18 @@ class DegradedConfig:
     """(r) Recompute the feed-forward activations instead of storing them."""
     low_rank: bool = True
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
-    low_rank_attention: bool = False
-    """Not in the paper: with low_rank, and attention not skipped, project its weight gradients too."""
-    complement: bool = False
-    """Not in the paper: take what lies outside the bases from the exact microbatches, for the whole step."""
+    sampled_fraction: float = 0.0
+    """Not in the paper: estimate weight gradients, without bias, from this fraction of a sequence's tokens; 0: off.
+    Those of the feed-forward network with low_rank off, those of attention with skip_attention off."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a value is not a truth value, or needs another one."""
+        """Raises ConfigError where a value is of another type or out of range."""
         check_types(self, "degraded.")
-        if self.low_rank_attention and not self.low_rank:
-            raise ConfigError(
-                "degraded.low_rank_attention: got true with degraded.low_rank false, expected false; "
-                "set --degraded.low_rank true to project weight gradients"
-            )
+        check_range("degraded.sampled_fraction", self.sampled_fraction, at_least=0, at_most=1)
+
+    def drawn_tokens(self, seq_len: int) -> int:
+        """Tokens of a sequence that its weight gradients are made of, where neither skipped nor of low rank."""
+        return max(round(self.sampled_fraction * seq_len), 1) if self.sampled_fraction else seq_len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from mecefo_jax.errors import ConfigError
 
 _IDENTITY = ("model.", "data.tokenizer", "data.seq_len", "data.fingerprint", "train.seed", "train.microbatch_size")
-_IDENTITY_OF_BASES = ("basis.rank", "basis.source", "degraded.low_rank_attention")
+_IDENTITY_OF_BASES = ("basis.rank", "basis.source")
 _FREE = (
     "name",
     "data.cache_dir",
@@ -82,7 +82,6 @@ def _is_identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> b
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names to JSON values, with what depends on several fields worked out."""
     flat = _flat(json.loads(json.dumps(config)))
-    flat.setdefault("degraded.low_rank_attention", False)  # the only way there was
     if flat.get("model.num_kv_heads", 0) is None:
         flat["model.num_kv_heads"] = flat.get("model.num_heads")
     if "mesh.num_nodes" in flat and "train.microbatches_per_node" in flat:

@@ -203,11 +203,6 @@ def ffn_kernel_mask(params: PyTree) -> PyTree[Bool]:
     return _mask(params, lambda path: ".feed_forward." in path)
 
 
-def block_kernel_mask(params: PyTree) -> PyTree[Bool]:
-    """True at the kernels of attention and feed-forward network."""
-    return _mask(params, lambda path: ".feed_forward." in path or ".attention." in path)
-
-
 def attention_mask(params: PyTree) -> PyTree[Bool]:
     """True at norm1 and attention: the parameters that a skipped attention branch gives no gradient."""
     return _mask(params, lambda path: ".attention." in path or ".norm1." in path)

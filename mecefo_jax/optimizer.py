@@ -4,7 +4,6 @@ The chain leaves the learning rate to the caller (``step.update``), which reads 
 update does not shift the schedule.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from mecefo_jax.config import Config, DegradedConfig
+from mecefo_jax.config import Config
 from mecefo_jax.degraded.basis import BasisState, low_rank_ffn
-from mecefo_jax.model import attention_mask, block_kernel_mask, ffn_kernel_mask
+from mecefo_jax.model import attention_mask, ffn_kernel_mask
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
@@ -29,18 +28,13 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         low_rank_ffn(
             basis.rank,
             basis.refresh_every,
-            ffn_mask=projected_mask(config.degraded),
+            ffn_mask=ffn_kernel_mask,
             source=basis.source,
             method=basis.method,
         ),
         optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps),
         optax.add_decayed_weights(optim.weight_decay, mask=_matrices),
     )
-
-
-def projected_mask(degraded: DegradedConfig) -> Callable[[PyTree], PyTree[bool]]:
-    """Which kernels have a basis: those of the feed-forward network, or of attention too."""
-    return block_kernel_mask if degraded.low_rank_attention else ffn_kernel_mask
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:

@@ -18,17 +18,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from mecefo_jax.config import Config, DegradedConfig
-from mecefo_jax.degraded.basis import project
 from mecefo_jax.degraded.block import degraded_block, masked_block
 from mecefo_jax.degraded.low_rank import expand, zero_coordinates
-from mecefo_jax.model import Model, attention_mask, compute_dtype, loss_sum
+from mecefo_jax.degraded.sampled import offsets
+from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
 from mecefo_jax.optimizer import (
     basis_state,
     first_moment,
     hold_moments,
     learning_rate_schedule,
     make_optimizer,
-    projected_mask,
     touched_mask,
 )
 from mecefo_jax.state import TrainState
@@ -137,15 +136,17 @@ def _add_degraded(
     origin = zero_coordinates(params, bases) if switches.low_rank else None
 
     def apply_block(block, x_BTD, positions, layer):
-        bases_l, coordinates_l, is_degraded = layer
-        arguments = (block, x_BTD, positions, bases_l, coordinates_l)
+        bases_l, coordinates_l, offset_B, is_degraded = layer
+        arguments = (block, x_BTD, positions, bases_l, coordinates_l, offset_B)
         if everywhere:
             return degraded_block(*arguments, switches, config.model.remat)
         return masked_block(*arguments, is_degraded, switches, config.model.remat)
 
     def loss(trained, coordinates, slot):
-        per_layer = (_blocks(bases), _blocks(coordinates), batch.degraded_SL[slot])
-        return objective(_combine(trained, fixed), batch.tokens_SBT[slot], dtype, apply_block, per_layer)
+        tokens_BT = batch.tokens_SBT[slot]
+        offsets_LB = offsets(tokens_BT, config.model.num_layers) if switches.sampled_fraction else None
+        per_layer = (_blocks(bases), _blocks(coordinates), offsets_LB, batch.degraded_SL[slot])
+        return objective(_combine(trained, fixed), tokens_BT, dtype, apply_block, per_layer)
 
     def degraded(index, carry):
         sums, coordinate_sums = carry
@@ -189,9 +190,9 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
     """
     total_tokens = jnp.sum(sums.tokens_M)
     loss = jnp.sum(sums.losses_M) / _at_least_one(total_tokens)
-    switches, bases = config.degraded, basis_state(state.opt_state).bases
+    switches = config.degraded
     touched = touched_mask(state.params, (sums.exact_tokens_L > 0) | (not switches.skip_attention))
-    grads = average_gradients(sums, switches, bases)
+    grads = average_gradients(sums, switches)
     grad_norm = optax.tree.norm(grads)
     learning_rate = jnp.float32(learning_rate_schedule(config)(state.step.astype(jnp.float32)))
 
@@ -228,17 +229,11 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
     )
 
 
-def average_gradients(sums: Sums, switches: DegradedConfig, bases: PyTree) -> Model:
+def average_gradients(sums: Sums, switches: DegradedConfig) -> Model:
     """The gradient of a step from its sums.
-
-    With ``complement``, a projected kernel's sum ``A`` of exact gradients and projected ones becomes ``V V^T A / T +
-    (A - V V^T A) / T_l``: inside the basis the mean over all tokens ``T``, outside the mean over those of ``N_l``.
-    Where the input gradients of degraded microbatches are exact too, so is the expectation of this.
-
     Args:
         sums: of the step.
         switches: skipped attention and norm1 are averaged over ``N_l``, everything else over all tokens.
-        bases: that the degraded microbatches used.
     """
     total = _at_least_one(jnp.sum(sums.tokens_M))
     exact_L = _at_least_one(sums.exact_tokens_L)
@@ -247,23 +242,7 @@ def average_gradients(sums: Sums, switches: DegradedConfig, bases: PyTree) -> Mo
         over_exact = is_attention and switches.skip_attention
         return grad / (exact_L.reshape(-1, *[1] * (grad.ndim - 1)) if over_exact else total)
 
-    def complete(v_LDR, grad_LDF, is_attention):
-        if v_LDR is None or (is_attention and switches.skip_attention):
-            return grad_LDF
-        inside_LDF = project(grad_LDF, v_LDR)
-        share_L = jnp.where(sums.exact_tokens_L > 0, total / exact_L, 0.0)
-        return inside_LDF + share_L[:, None, None] * (grad_LDF - inside_LDF)
-
-    is_attention = attention_mask(sums.grads)
-    averaged = jax.tree.map(average, sums.grads, is_attention)
-    if not (switches.complement and switches.low_rank):
-        return averaged
-
-    def completed(grads):
-        return jax.tree.map(complete, bases, grads, is_attention, is_leaf=lambda leaf: leaf is None)
-
-    is_exact = jnp.all(sums.exact_tokens_L == jnp.sum(sums.tokens_M))
-    return jax.lax.cond(is_exact, lambda grads: grads, completed, averaged)
+    return jax.tree.map(average, sums.grads, attention_mask(sums.grads))
 
 
 def evaluate(
@@ -311,12 +290,12 @@ def _add(
 def _gets_gradient(params: Model, config: Config, everywhere: bool) -> PyTree[bool]:
     """False at what a microbatch degraded in all layers gives no gradient (directly) to."""
 
-    def trained(is_attention, has_basis):
+    def trained(is_attention, is_ffn_kernel):
         skipped = is_attention and config.degraded.skip_attention
-        projected = has_basis and config.degraded.low_rank
+        projected = is_ffn_kernel and config.degraded.low_rank
         return not (everywhere and (skipped or projected))
 
-    return jax.tree.map(trained, attention_mask(params), projected_mask(config.degraded)(params))
+    return jax.tree.map(trained, attention_mask(params), ffn_kernel_mask(params))
 
 
 def _is_spec(leaf: object) -> bool:

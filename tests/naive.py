@@ -95,8 +95,6 @@ def step_gradients(
     *,
     skip=True,
     low_rank=True,
-    low_rank_attention=False,
-    complement=False,
     objective=loss_sum,
     count=tokens_predicted,
 ):
@@ -107,14 +105,13 @@ def step_gradients(
         bases: a tree like them with ``[L, in, R]`` for projected kernels (not read without ``low_rank``).
         microbatches: ``[M, B, T+1]``.
         degraded_ML, computed_M: which layers are degraded, and which microbatches are computed at all.
-        skip, low_rank, low_rank_attention, complement: the switches (recomputing does not change a gradient).
+        skip, low_rank: the switches (recomputing does not change a gradient).
         objective, count: the summed loss of a microbatch, and how many items it is the sum of.
     """
     weights = to_dict(params)
     zeros = lambda: jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), weights)  # noqa: E731
     total, attention_like = zeros(), ("attention", "norm1")
     projected = [("feed_forward", name) for name in FFN] if low_rank else []
-    projected += [("attention", name) for name in ATTENTION] if low_rank and low_rank_attention and not skip else []
     basis = lambda of, name: np.asarray(getattr(getattr(bases.blocks, of), name).kernel[...], np.float64)  # noqa: E731
     loss, tokens, exact_tokens_L = 0.0, 0, np.zeros(config.num_layers)
     for m in np.flatnonzero(computed_M):
@@ -140,9 +137,4 @@ def step_gradients(
         )
         for name, subtree in total.items()
     }
-    for of, name in projected if complement else []:
-        for layer, exact_tokens in enumerate(exact_tokens_L):
-            v, g = basis(of, name)[layer], total[of][name][layer]
-            outside = g - v @ (v.T @ g)
-            average[of][name][layer] = (g - outside) / tokens + (outside / exact_tokens if exact_tokens else 0)
     return loss / tokens, average

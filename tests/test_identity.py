@@ -37,7 +37,6 @@ def test_an_unchanged_config_says_nothing():
         ("train__microbatch_size", 8),
         ("basis__rank", 64),
         ("basis__source", "momentum"),
-        ("degraded__low_rank_attention", True),
     ],
 )
 def test_an_identity_field_is_refused_with_both_values(name, value):
@@ -49,14 +48,6 @@ def test_an_identity_field_is_refused_with_both_values(name, value):
     old = {None: "null"}.get(BASE[section][field], BASE[section][field])
     assert str(dotted) in str(caught.value) and str(value).lower() in str(caught.value).lower()
     assert name == "model__num_kv_heads" or str(old).lower() in str(caught.value).lower()
-
-
-def test_checkpoints_from_before_attention_could_be_projected_projected_it_not():
-    old = copy.deepcopy(BASE)
-    del old["degraded"]["low_rank_attention"]
-    assert check_identity(old, BASE) == []
-    with pytest.raises(ConfigError, match="degraded.low_rank_attention: saved false, now true"):
-        check_identity(old, changed(degraded__low_rank_attention=True))
 
 
 def test_all_refused_fields_are_named_at_once():

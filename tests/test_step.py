@@ -11,8 +11,8 @@ import pytest
 from mecefo_jax.config import BasisConfig, Config, DegradedConfig, FaultsConfig
 from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.executor import Executor
-from mecefo_jax.model import init_model
-from mecefo_jax.optimizer import basis_state, projected_mask
+from mecefo_jax.model import ffn_kernel_mask, init_model
+from mecefo_jax.optimizer import basis_state
 from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
 from tests import naive
 from tests.tiny import (
@@ -36,7 +36,7 @@ RELATIVE_ERROR = 1e-5
 @functools.cache
 def random_params_and_bases(config: Config):
     params = init_model(config.model, VOCAB, seed=0)
-    bases = low_rank_ffn(4, 100, ffn_mask=projected_mask(config.degraded), method="svd").init(params).bases
+    bases = low_rank_ffn(4, 100, ffn_mask=ffn_kernel_mask, method="svd").init(params).bases
     return params, bases
 
 
@@ -71,12 +71,10 @@ def check_sums(config: Config, sums, params, bases, degraded_ML, computed_M) -> 
         config.model,
         skip=config.degraded.skip_attention,
         low_rank=config.degraded.low_rank,
-        low_rank_attention=config.degraded.low_rank_attention,
-        complement=config.degraded.complement,
     )
     np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), expected_loss, rtol=1e-6)
     np.testing.assert_array_equal(sums.computed_M, computed_M)
-    actual = naive.to_dict(average_gradients(sums, config.degraded, bases))
+    actual = naive.to_dict(average_gradients(sums, config.degraded))
     for (path, grad), reference in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
@@ -97,17 +95,16 @@ def test_gradients_equal_the_naive_reference(mesh, policy, dead):
 
 @pytest.mark.parametrize(
     ("switches", "remat"),
-    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "", "rlac", "mlac")]
-    + [("mrl", "block"), ("l", "block"), ("m", "ffn"), ("lac", "block")],
+    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "", "s", "ms", "ls")]
+    + [("mrl", "block"), ("l", "block"), ("m", "ffn"), ("s", "block")],
 )
 def test_each_switch_alone_and_together(switches, remat):
-    """One exact and one degraded microbatch through ``node_gradients`` alone."""
+    """One exact and one degraded microbatch through ``node_gradients`` alone; a sample of all tokens is exact."""
     degraded = DegradedConfig(
         skip_attention="m" in switches,
         remat_ffn="r" in switches,
         low_rank="l" in switches,
-        low_rank_attention="a" in switches,
-        complement="c" in switches,
+        sampled_fraction=float("s" in switches),
     )
     config = tiny_config(degraded=degraded)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
@@ -125,32 +122,14 @@ def test_each_switch_alone_and_together(switches, remat):
     check_sums(config, sums, params, bases, degraded_ML, computed_M)
 
 
-@pytest.mark.parametrize(("policy", "dead"), [("balanced", "three"), ("neighbor", "all_but_one")])
-def test_low_rank_attention_and_the_complement_inside_sharded_nodes(policy, dead):
-    degraded = DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True)
-    config = tiny_config(FOUR_DEVICES, degraded=degraded)
-    plan = plan_for(DEAD_SETS[dead], policy, config)
-    assert plan.any_degraded_M.all() == (dead == "all_but_one"), "then there is no complement"
+ALL_SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=1.0)
+
+
+def test_samples_inside_sharded_nodes():
+    config = tiny_config(FOUR_DEVICES, degraded=ALL_SAMPLED)
+    plan = plan_for(DEAD_SETS["three"], "balanced", config)
+    assert plan.degraded.size
     check_against_naive(config, plan)
-
-
-def test_the_complement_of_alike_microbatches_is_exact_at_any_rank():
-    """Were all microbatches the same, those that are exact would say of the others what these leave out."""
-    config = tiny_config(
-        basis=BasisConfig(rank=1),
-        degraded=DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True),
-    )
-    executor, alike = executor_for(config), lambda step, number: source(step, 0)
-    bases = basis_state(executor.state.opt_state).bases
-    averages = []
-    for dead in ("one", "healthy"):
-        plan = plan_for(DEAD_SETS[dead], "balanced", config)
-        assert bool(plan.degraded.size) == (dead == "one")
-        sums = jax.tree.map(lambda leaf: leaf[0], executor.step_sums(0, plan, alike)[0].tree)
-        averages.append(average_gradients(sums, config.degraded, bases))
-    for left, right in zip(*map(jax.tree.leaves, averages), strict=True):
-        left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
-        assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
 
 
 def test_full_rank_recovers_the_exact_ffn_gradient():
@@ -169,11 +148,8 @@ def test_stages_degrade_layer_by_layer(policy, dead):
     check_stages(dead, policy, DegradedConfig())
 
 
-@pytest.mark.parametrize(
-    ("policy", "dead"), [("neighbor", ((3, 1), (4, 0), (5, 0), (5, 1))), ("balanced", ((3, 1),))], ids=["four", "one"]
-)
-def test_stages_with_attention_of_low_rank_and_the_complement_of_each_layers_exact_ones(policy, dead):
-    check_stages(dead, policy, DegradedConfig(skip_attention=False, low_rank_attention=True, complement=True))
+def test_stages_with_samples_in_degraded_layers():
+    check_stages(((3, 1), (4, 0), (5, 0), (5, 1)), "neighbor", ALL_SAMPLED)
 
 
 def check_stages(dead, policy, degraded: DegradedConfig) -> None:

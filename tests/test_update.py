@@ -61,7 +61,7 @@ def sums_like(params, seed=0, exact_tokens_L=(64, 48, 32)) -> Sums:
 
 def test_attention_is_averaged_over_exact_contributors_layer_by_layer(state):
     sums = sums_like(state.params)
-    averaged, raw = naive.to_dict(average_gradients(sums, DegradedConfig(), None)), naive.to_dict(sums.grads)
+    averaged, raw = naive.to_dict(average_gradients(sums, DegradedConfig())), naive.to_dict(sums.grads)
     for name in averaged:
         for mean, total in zip(jax.tree.leaves(averaged[name]), jax.tree.leaves(raw[name]), strict=True):
             if name in ATTENTION_LIKE:

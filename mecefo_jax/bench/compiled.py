@@ -61,8 +61,7 @@ def microbatch_flops(config: Config, vocab_size: int, mesh: Mesh, *, degraded: b
         degraded: whether the microbatch is degraded, in all layers, or exact.
     """
     shallow = _with_layers(config, _SHALLOW)
-    like = DegradedConfig(low_rank_attention=config.degraded.low_rank_attention)
-    outside, expansion = _fixed_flops(with_variant(shallow, like, "none"), vocab_size, mesh)
+    outside, expansion = _fixed_flops(with_variant(shallow, DegradedConfig(), "none"), vocab_size, mesh)
     in_layers = _flops(_one_microbatch(shallow, degraded), shallow, vocab_size, mesh) - outside
     if degraded and config.degraded.low_rank:
         in_layers -= expansion

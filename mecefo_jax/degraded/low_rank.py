@@ -1,4 +1,4 @@
-"""Technique (l): weight gradients of low rank (MeCeFO, arXiv 2510.16415); beyond the paper, also for attention.
+"""Technique (l): the feed-forward network's weight gradients of low rank (MeCeFO, arXiv 2510.16415).
 
 Where the paper forms ``V1 ((x V1)^T g)`` for each microbatch, here the gradient is left in the coordinates of the
 basis, ``(x V1)^T g``, summed over the microbatches of the step, and multiplied by ``V1`` once: the same number, without
@@ -8,15 +8,13 @@ Legend: B batch, T time, D a linear's input size, F its output size, R rank.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from mecefo_jax.layers import Rotary, linear, swiglu
-from mecefo_jax.model import Block, attend
+from mecefo_jax.layers import linear, swiglu
+from mecefo_jax.model import Block
 
 
 @jax.custom_vjp
@@ -62,27 +60,13 @@ def low_rank_feed_forward_branch(
     block: Block, m_BTD: Float[Array, "B T D"], bases: Block, coordinates: Block
 ) -> Float[Array, "B T D"]:
     """``feed_forward(norm2(m))`` out of ``low_rank_linear``; bases and coordinates stand in the kernels' places."""
-    product = _products(block.feed_forward, bases.feed_forward, coordinates.feed_forward)
-    x_BTD = block.norm2(m_BTD)
-    return product("down", swiglu(product("gate", x_BTD), product("up", x_BTD)))
-
-
-def low_rank_attention_branch(
-    block: Block, x_BTD: Float[Array, "B T D"], positions: Rotary, bases: Block, coordinates: Block
-) -> Float[Array, "B T D"]:
-    """``attention(norm1(x))`` out of ``low_rank_linear``: an alternative to skipping it, not in the paper."""
-    product = _products(block.attention, bases.attention, coordinates.attention)
-    return attend(product, block.norm1(x_BTD), positions, block.attention.head_size)
-
-
-def _products(weights: nnx.Module, bases: nnx.Module, coordinates: nnx.Module) -> Callable[[str, Array], Array]:
-    """The low-rank product of each of a module's kernels, by the kernel's name."""
 
     def product(name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        w, v, c = (getattr(tree, name).kernel[...] for tree in (weights, bases, coordinates))
+        w, v, c = (getattr(tree.feed_forward, name).kernel[...] for tree in (block, bases, coordinates))
         return low_rank_linear(x, w, v, c)
 
-    return product
+    x_BTD = block.norm2(m_BTD)
+    return product("down", swiglu(product("gate", x_BTD), product("up", x_BTD)))
 
 
 def zero_coordinates(params: PyTree, bases: PyTree) -> PyTree:

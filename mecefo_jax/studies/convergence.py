@@ -90,9 +90,8 @@ def _step(
 ) -> Callable[..., Any]:
     @jax.jit
     def step(params: Model, opt_state: PyTree, basis_state: Any, batch: NodeBatch) -> tuple[Model, PyTree, Any]:
-        grads = average_gradients(
-            node_gradients(params, basis_state.bases, batch, config, "all"), config.degraded, basis_state.bases
-        )
+        sums = node_gradients(params, basis_state.bases, batch, config, "all")
+        grads = average_gradients(sums, config.degraded)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer step counts
             updates, opt_state = optimizer.update(grads, opt_state, params)
             _, basis_state = bases.update(grads, basis_state, params)

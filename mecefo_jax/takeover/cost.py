@@ -49,10 +49,11 @@ def degraded_flops(
     """Operations of a microbatch that is degraded in all layers, forward and backward.
 
     The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
-    attention costs nothing in the backward pass, and is not recomputed; that of low rank keeps its input gradients. The
+    attention costs nothing in the backward pass, and is not recomputed. The
     feed-forward is recomputed for ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient
     ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; the product with the bases, done
-    once by a node in a step that degrades, is not counted: ``r / b`` of a full weight gradient.
+    once by a node in a step that degrades, is not counted: ``r / b`` of a full weight gradient. Where weight gradients
+    are sampled, they cost the sampled fraction.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.
@@ -67,15 +68,14 @@ def degraded_flops(
     """
     attention = _attention_forward(model, microbatch_tokens, seq_len)
     ffn = _ffn_forward(model, microbatch_tokens)
+    sampled = degraded.drawn_tokens(seq_len) / seq_len
     layer = attention + ffn + ffn
-    layer += _low_rank(_ffn_shapes(model), rank, microbatch_tokens) if degraded.low_rank else ffn
+    layer += _low_rank(_ffn_shapes(model), rank, microbatch_tokens) if degraded.low_rank else sampled * ffn
     if degraded.remat_ffn or model.remat in ("ffn", "block"):
         layer += _ffn_recompute(model, microbatch_tokens)
     if not degraded.skip_attention:
         layer += 2 * attention
-        if degraded.low_rank_attention:
-            shapes = _attention_shapes(model)
-            layer += _low_rank(shapes, rank, microbatch_tokens) - _products(shapes, microbatch_tokens)
+        layer -= (1 - sampled) * _products(_attention_shapes(model), microbatch_tokens)
         if model.remat == "block":
             layer += attention
     return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)

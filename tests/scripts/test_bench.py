@@ -52,7 +52,7 @@ WIDE = dataclasses.replace(
 
 
 VARIANTS = TECHNIQUES | {
-    "la": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank_attention=True),
+    "s": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank=False, sampled_fraction=0.5),
 }
 
 
