@@ -1,0 +1,144 @@
+"""Sampled weight gradients: without bias, better than a uniform sample, and nothing else is touched."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mecefo_jax.config import DegradedConfig, ModelConfig
+from mecefo_jax.degraded.block import degraded_block
+from mecefo_jax.degraded.sampled import draw, offsets, sampled_linear
+from mecefo_jax.layers import rotary
+from mecefo_jax.model import Block, exact_block
+
+B, T, D, F = 3, 12, 6, 5
+# A token is hit or not at so many places of a distance between hits: the mean over them is off by no more than T / N.
+EVERYWHERE = (np.arange(4096, dtype=np.float32) + 0.5) / 4096
+
+
+def random(shape, seed, dtype=jnp.float32):
+    """Rows of very different lengths, as gradients of tokens are."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))), dtype)
+
+
+def weight_gradient(x_BTD, g_BTF, offset_B, num_drawn):
+    w_DF = jnp.zeros((x_BTD.shape[-1], g_BTF.shape[-1]))
+    return jax.vjp(lambda w: sampled_linear(x_BTD, w, offset_B, num_drawn), w_DF)[1](g_BTF)[0]
+
+
+def in_the_mean(function, num_sequences):
+    """Over offsets: the same for all sequences, since each one's part is a sum of its own."""
+    return jnp.mean(jax.vmap(lambda offset: function(jnp.full(num_sequences, offset)))(jnp.asarray(EVERYWHERE)), axis=0)
+
+
+@pytest.mark.parametrize("num_drawn", [1, 2, 5, 11])
+def test_the_mean_over_offsets_is_the_exact_weight_gradient(num_drawn):
+    x, g = random((B, T, D), 0), random((B, T, F), 1)
+    found = in_the_mean(lambda offset_B: weight_gradient(x, g, offset_B, num_drawn), B)
+    exact = np.einsum("btd,btf->df", np.asarray(x, np.float64), np.asarray(g, np.float64))
+    assert np.linalg.norm(found - exact) <= 5e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.3, 0.999])
+def test_a_sample_of_all_tokens_is_exact_at_any_offset(offset):
+    x, g = random((B, T, D), 2), random((B, T, F), 3)
+    found = weight_gradient(x, g, jnp.full(B, offset, jnp.float32), T)
+    np.testing.assert_allclose(found, jnp.einsum("btd,btf->df", x, g), rtol=1e-4, atol=1e-4)
+
+
+def test_the_output_and_the_input_gradient_are_exact_bit_for_bit():
+    x, w, g = random((B, T, D), 4), random((D, F), 5), random((B, T, F), 6)
+    y, pullback = jax.vjp(lambda x: sampled_linear(x, w, jnp.zeros(B), 2), x)
+    np.testing.assert_array_equal(y, x @ w)
+    np.testing.assert_array_equal(pullback(g)[0], g @ w.T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_padding_and_a_sequence_of_nothing_but_padding(dtype):
+    """Tokens without a gradient are not drawn, and where there are no others nothing comes of it."""
+    x, g = random((B, T, D), 7, dtype), random((B, T, F), 8, dtype)
+    g = g.at[0, 4:].set(0).at[1].set(0)
+    found = in_the_mean(lambda offset_B: weight_gradient(x, g, offset_B, 6), B)
+    assert found.dtype == jnp.float32
+    exact = np.einsum("btd,btf->df", np.asarray(x, np.float64), np.asarray(g, np.float64))
+    tolerance = 5e-3 if dtype == jnp.float32 else 2e-2
+    assert np.linalg.norm(found - exact) <= tolerance * np.linalg.norm(exact)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    norms=st.lists(st.one_of(st.just(0.0), st.floats(2**-20, 2**20, width=32)), min_size=1, max_size=24),
+    offset=st.floats(0, 1, exclude_max=True, width=32),
+    data=st.data(),
+)
+def test_draws_are_in_range_and_every_hit_has_a_finite_weight(norms, offset, data):
+    num_drawn = data.draw(st.integers(1, len(norms)))
+    index_K, weight_K = draw(jnp.asarray(norms, jnp.float32), jnp.float32(offset), num_drawn)
+    assert index_K.shape == weight_K.shape == (num_drawn,)
+    assert np.all((index_K >= 0) & (index_K < len(norms))) and np.all(np.diff(index_K) >= 0)
+    assert np.all(np.isfinite(weight_K)) and np.all(weight_K > 0)
+    if np.count_nonzero(norms) >= num_drawn and offset > 0:
+        assert all(norms[index] > 0 for index in np.asarray(index_K))
+
+
+def test_by_hand():
+    """One token of 10 and four of 1, three drawn: the large one for certain, each of the others half of the time."""
+    index_K, weight_K = draw(jnp.array([1.0, 1.0, 10.0, 1.0, 1.0]), jnp.float32(0.25), 3)
+    np.testing.assert_array_equal(index_K, [0, 2, 3])  # hits at 0.25, 1.25, 2.25 of lengths 0.5, 0.5, 1, 0.5, 0.5
+    np.testing.assert_allclose(weight_K, [2, 1, 2], rtol=1e-6)
+
+
+def test_less_noise_than_a_uniform_sample():
+    x, g = random((1, 64, D), 9), random((1, 64, F), 10)
+    exact = jnp.einsum("btd,btf->df", x, g)
+
+    def error(function):
+        return float(jnp.mean(jnp.square(jax.vmap(lambda offset: function(offset) - exact)(jnp.asarray(EVERYWHERE)))))
+
+    def uniform(offset):
+        chosen = jnp.argsort(jax.random.uniform(jax.random.key((offset * 4096).astype(jnp.uint32)), (64,)))[:16]
+        return 4 * jnp.einsum("btd,btf->df", x[:, chosen], g[:, chosen])
+
+    assert error(lambda offset: weight_gradient(x, g, jnp.full(1, offset), 16)) < 0.5 * error(uniform)
+
+
+@pytest.mark.parametrize("switches", [DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=0.25)])
+def test_a_block_has_exact_input_and_norm_gradients_and_unbiased_kernels(switches):
+    from flax import nnx
+
+    config = ModelConfig(hidden_size=8, ffn_size=12, num_layers=1, num_heads=2, max_seq_len=T)
+    block = Block(config, rngs=nnx.Rngs(0))
+    x, g, positions = random((B, T, 8), 11), random((B, T, 8), 12), rotary(T, 4, config.rope_base)
+    exact = jax.vjp(lambda block, x: exact_block(block, x, positions), block, x)[1](g)
+
+    def degraded(offset_B):
+        apply = lambda block, x: degraded_block(block, x, positions, None, None, offset_B, switches, "none")  # noqa: E731
+        return jax.vjp(apply, block, x)[1](g)
+
+    once = degraded(jnp.zeros(B))
+    np.testing.assert_allclose(once[1], exact[1], rtol=1e-5, atol=1e-5)
+    for norm in ("norm1", "norm2"):
+        left, right = (getattr(grads[0], norm).scale[...] for grads in (once, exact))
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
+    means = jax.tree.map(
+        lambda leaf: jnp.mean(leaf, axis=0),
+        jax.vmap(lambda offset: degraded(jnp.full(B, offset))[0])(jnp.asarray(EVERYWHERE[::4])),
+    )
+    for path, mean in jax.tree_util.tree_leaves_with_path(means):
+        reference = dict(jax.tree_util.tree_leaves_with_path(exact[0]))[path]
+        assert np.linalg.norm(mean - reference) <= 2e-2 * np.linalg.norm(reference), jax.tree_util.keystr(path)
+
+
+def test_offsets_depend_on_the_sequence_alone_and_are_spread_out():
+    tokens = np.random.default_rng(0).integers(0, 50, (4000, 17)).astype(np.int32)
+    found = offsets(jnp.asarray(tokens), 3)
+    assert found.shape == (3, 4000) and np.all((found >= 0) & (found < 1))
+    np.testing.assert_array_equal(found[:, 5:7], offsets(jnp.asarray(tokens[5:7]), 3))
+    changed = tokens.copy()
+    changed[:, -1] = (changed[:, -1] + 1) % 50
+    assert not np.any(found == offsets(jnp.asarray(changed), 3))
+    for layer in found:  # Kolmogorov, Smirnov: a uniform sample of 4000 is nowhere off by more, with 99.9%
+        assert np.max(np.abs(np.sort(layer) - (np.arange(4000) + 0.5) / 4000)) < 0.031
