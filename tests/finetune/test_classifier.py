@@ -98,7 +98,6 @@ def test_a_healthy_step_has_the_plain_gradient(regression):
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
     assert sums.tokens_M.sum() == (batch()[..., 0] >= 0).sum() == 2 * NODES * PER_NODE - 3
     np.testing.assert_allclose(sums.losses_M.sum() / sums.tokens_M.sum(), loss, rtol=1e-5)
-    bases = basis_state(executor.state.opt_state).bases
     assert_close(average_gradients(sums, config.degraded), grads)
 
 
