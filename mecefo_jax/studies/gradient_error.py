@@ -333,7 +333,7 @@ _LINES: tuple[tuple[str, str | None, str | None, str], ...] = (
     ("balanced", "paper", "weight", "C1-"),
     ("balanced", "paper", "momentum", "C1--"),
     ("balanced", "sampled 1/2", None, "C2-"),
-    ("balanced", "sampled 1/4", None, "C3-"),
+    ("balanced", "sampled 3/8", None, "C3-"),
 )
 """What the plot shows."""
 

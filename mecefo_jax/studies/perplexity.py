@@ -29,11 +29,12 @@ VARIANTS: tuple[Variant, ...] = (
     ("neighbor", "paper", "weight"),
     ("drop", None, None),
     ("balanced", "sampled 1/2", None),
+    ("balanced", "sampled 3/8", None),
     ("balanced", "paper", "weight"),
     ("balanced", "paper", "momentum"),
     ("reroute", None, None),
 )
-_MAIN = VARIANTS[:3]
+_MAIN = VARIANTS[:4]
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
 _BASELINE = {"scenario": "none", "fails": "node", **dict.fromkeys(VARIANT)}

@@ -54,7 +54,7 @@ BACKWARDS: dict[str, DegradedConfig] = {
     "paper": DegradedConfig(remat_ffn=False),
     "l": DegradedConfig(remat_ffn=False, skip_attention=False),
     "sampled 1/2": DegradedConfig(remat_ffn=False, skip_attention=False, low_rank=False, sampled_fraction=0.5),
-    "sampled 1/4": DegradedConfig(remat_ffn=False, skip_attention=False, low_rank=False, sampled_fraction=0.25),
+    "sampled 3/8": DegradedConfig(remat_ffn=False, skip_attention=False, low_rank=False, sampled_fraction=0.375),
 }
 """Degraded backward passes that are compared, by the names that tables give them. Nothing is recomputed: that saves
 memory, which is not short here, and changes no gradient."""
@@ -62,7 +62,7 @@ memory, which is not short here, and changes no gradient."""
 BACKWARDS_IN_WORDS = (
     "Backward passes of degraded microbatches: `paper` skips attention, and projects the feed-forward's weight "
     "gradients (the paper's m and l); `l` does the latter alone; `sampled` skips nothing, and estimates weight "
-    "gradients without bias from half or a quarter of the tokens (not in the paper)."
+    "gradients without bias from a half or three eighths of the tokens (not in the paper)."
 )
 
 Variant = tuple[str | None, str | None, str | None]
