@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from mecefo_jax.layers import Rotary, linear, swiglu
 from mecefo_jax.model import Block, attend
 
-_ROUNDS = 6  # of capping probabilities at 1; what is left then is made up for by the weights
+_ROUNDS = 6  # of capping probabilities at 1; the few that would need more are drawn a bit too seldom, and weigh more
 _TINY = 1e-30  # norm of a token that contributes nothing, so that it can be divided by
 
 
@@ -37,7 +37,7 @@ def sampled_linear(
 
     Returns:
         ``x W``. ``dL/dx = g W^T`` is exact; over uniformly random offsets the mean of ``dL/dW`` is ``x^T g``. With
-        ``K = T`` it is ``x^T g`` itself, unless tokens contribute nothing.
+        ``K = T`` it is ``x^T g`` itself.
     """
     del offset_B, num_drawn
     return linear(x_BTD, w_DF)
@@ -79,6 +79,8 @@ def draw(
     Returns:
         Indices in order, and weights: summed over the hits, a token's weight is 1 in the mean over offsets.
     """
+    if num_drawn == norms_T.size:
+        return jnp.arange(num_drawn), jnp.ones_like(norms_T)
     norms_T = jnp.maximum(norms_T, _TINY)
     length_T = jnp.zeros_like(norms_T)
     for _ in range(_ROUNDS):  # tokens at 1 share nothing of what is left to the others

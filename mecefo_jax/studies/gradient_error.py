@@ -8,8 +8,8 @@ The gradient under a plan is put together from sums over microbatches, which add
 ones of those that are degraded, plus the degraded ones.
 
 An error may be noise, of which little is left over many steps, or bias, which adds up. So each trial is repeated with
-other batches at the same parameters, and the error of the mean of these gradients is told too: of four, noise leaves
-half of a single error, and bias all of it.
+other batches at the same parameters, and the mean of these errors is told too: of four, noise leaves half of a single
+error, and bias all of it.
 """
 
 import dataclasses
@@ -152,14 +152,18 @@ class StepError:
         for trial in tried:
             switches = _EXACT if trial.backward is None else BACKWARDS[trial.backward]
             plan = _plan(self._config, self._vocab_size, live_of[trial.down], trial.policy, switches)
-            approximate = [
-                average_gradients(self._under(batch, state.params, sums, plan, trial), switches)
-                for batch, sums in zip(batches, exact, strict=True)
+            differences = [
+                jax.tree.map(
+                    np.subtract, average_gradients(self._under(batch, state.params, sums, plan, trial), switches), right
+                )
+                for batch, sums, right in zip(batches, exact, reference, strict=True)
             ]
-            errors = relative_errors(approximate[0], reference[0])
-            of_means = relative_errors(_mean(approximate), _mean(reference))
-            for name, error in errors.items():
-                rows.append(dataclasses.asdict(trial) | {"group": name, "error": error, "of_mean": of_means[name]})
+            mean = jax.tree.map(lambda *parts: np.mean(parts, axis=0), *differences)
+            errors, of_mean = relative_norms(differences[0], reference[0]), relative_norms(mean, reference[0])
+            for name in GROUPS:
+                rows.append(
+                    dataclasses.asdict(trial) | {"group": name, "error": errors[name], "of_mean": of_mean[name]}
+                )
         return rows
 
     def _under(self, step: int, params: Model, exact: Sums, plan: Plan, trial: Trial) -> Sums:
@@ -196,26 +200,21 @@ class StepError:
         return jax.device_get(self._gradients(switches)(params, bases, batch))
 
 
-def relative_errors(approximate: Model, exact: Model) -> dict[str, float]:
-    """``||approximate - exact|| / ||exact||`` (Frobenius) over all parameters, and over each group."""
-    attention, kernels = attention_mask(exact), ffn_kernel_mask(exact)
+def relative_norms(difference: Model, gradient: Model) -> dict[str, float]:
+    """``||difference|| / ||gradient||`` (Frobenius) over all parameters, and over each group."""
+    attention, kernels = attention_mask(gradient), ffn_kernel_mask(gradient)
     masks = {
         "all": jax.tree.map(lambda _: True, attention),
         "feed-forward": kernels,
         "attention": attention,
         "rest": jax.tree.map(lambda a, b: not (a or b), attention, kernels),
     }
-    return {name: _ratio(approximate, exact, mask) for name, mask in masks.items()}
+    return {name: _norm(difference, mask) / _norm(gradient, mask) for name, mask in masks.items()}
 
 
-def _ratio(approximate: PyTree, exact: PyTree, mask: PyTree) -> float:
-    pairs = zip(jax.tree.leaves(approximate), jax.tree.leaves(exact), jax.tree.leaves(mask), strict=True)
-    chosen = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b, is_in in pairs if is_in]
-    return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in chosen) / sum((b**2).sum() for _, b in chosen)))
-
-
-def _mean(gradients: Sequence[Model]) -> Model:
-    return jax.tree.map(lambda *parts: np.mean(parts, axis=0), *gradients)
+def _norm(tree: PyTree, mask: PyTree) -> float:
+    chosen = [leaf for leaf, is_in in zip(jax.tree.leaves(tree), jax.tree.leaves(mask), strict=True) if is_in]
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in chosen)))
 
 
 def _bases(sources: PyTree, rank: int | None) -> PyTree:
@@ -269,8 +268,8 @@ def report(rows: Sequence[Row]) -> str:
     """Policies, backward passes and bases at the config's own rank and period; then ranks and periods."""
     parts = [
         "Relative error of the step's gradient against the exact one (Frobenius norms): the median over "
-        f"{_LOOKS} steps of the run and over seeds; in brackets, that of the mean of {_BATCHES} steps' gradients at "
-        "the same parameters: of noise half is left, of bias all. "
+        f"{_LOOKS} steps of the run and over seeds; in brackets, that of the mean over {_BATCHES} batches at the "
+        "same parameters: of noise half is left, of bias all. "
         f"Of {NODES} nodes, or of {REPLICAS} x {STAGES} pipeline stages, one unit or an eighth "
         "of all is down, drawn at random. `reroute` is exact. `drop` leaves out what others approximate: its error is "
         f"that of a smaller sample. `balanced` may take {SLACK:.0%} more time than a healthy step.",
