@@ -25,16 +25,15 @@ from mecefo_jax.studies.study import Cell, Row, Study
 from mecefo_jax.studies.trained import Condition, compare, comparison_table
 
 SCENARIOS = ("low", "mid", "high")
-VARIANTS: tuple[Variant, ...] = (
+_MAIN: tuple[Variant, ...] = (
     ("neighbor", "paper", "weight"),
     ("drop", None, None),
     ("balanced", "sampled 1/2", None),
     ("balanced", "sampled 3/8", None),
-    ("balanced", "paper", "weight"),
-    ("balanced", "paper", "momentum"),
-    ("reroute", None, None),
 )
-_MAIN = VARIANTS[:4]
+_PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), ("balanced", "paper", "momentum"))
+_EXACT: Variant = ("reroute", None, None)
+VARIANTS = (*_MAIN, *_PAPER, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
 _BASELINE = {"scenario": "none", "fails": "node", **dict.fromkeys(VARIANT)}
@@ -45,19 +44,18 @@ def cells(quick: bool) -> list[Cell]:
 
     Without failures it does not matter what could fail. ``reroute`` is exact, whatever fails: one seed shows it.
     """
-    found = []
-    for seed in range(1 if quick else 3):
-        found.append(_cell("1M", "node", "none", FAILURE_FREE, seed, quick))
-        for fails, variant in itertools.product(_FAILS, VARIANTS):
-            if variant[0] != "reroute" or seed == 0:
-                found.append(_cell("1M", fails, "high", variant, seed, quick))
+    seeds = range(1 if quick else 3)
+    found = [_cell("1M", "node", "none", FAILURE_FREE, seed, quick) for seed in seeds]
+    for variants, fails in itertools.product((_MAIN, _PAPER), _FAILS):
+        found += [
+            _cell("1M", fails, "high", variant, seed, quick) for seed, variant in itertools.product(seeds, variants)
+        ]
+    found += [_cell("1M", fails, "high", _EXACT, 0, quick) for fails in _FAILS]
     if quick:
         return found
-    for seed in range(3):
+    for seed in seeds:
         found.append(_cell("5M", "node", "none", FAILURE_FREE, seed, quick))
-        found += [
-            _cell("5M", fails, "high", variant, seed, quick) for fails, variant in itertools.product(_FAILS, _MAIN)
-        ]
+        found += [_cell("5M", *rest, seed, quick) for rest in itertools.product(_FAILS, ("high",), _MAIN)]
     return found + [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
 
 
