@@ -24,8 +24,8 @@ from mecefo_jax.studies import rows
 from mecefo_jax.studies.study import Cell, Study
 
 
-def run(study: Study, cells: Sequence[Cell], csv: pathlib.Path, workdir: pathlib.Path, jobs: int) -> list[dict]:
-    """Measure what is missing, and return the rows of all cells, in their order.
+def run(study: Study, cells: Sequence[Cell], csv: pathlib.Path, workdir: pathlib.Path, jobs: int) -> None:
+    """Measure what is missing.
 
     Rows are in the file as soon as their cell is done, so whatever interrupts this costs the cells under way at most,
     and these go on from where their own checkpoints are.
@@ -54,8 +54,13 @@ def run(study: Study, cells: Sequence[Cell], csv: pathlib.Path, workdir: pathlib
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def measured(cells: Sequence[Cell], csv: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows that there are already, in the order of the cells, and the number of cells that they are of."""
     order = {cell.key: place for place, cell in enumerate(cells)}
-    return sorted((row for row in rows.read(csv) if row[rows.KEY] in order), key=lambda row: order[row[rows.KEY]])
+    found = [row for row in rows.read(csv) if row[rows.KEY] in order]
+    return sorted(found, key=lambda row: order[row[rows.KEY]]), len({row[rows.KEY] for row in found})
 
 
 def _measure(cell: Cell, workdir: pathlib.Path) -> list[dict[str, Any]]:

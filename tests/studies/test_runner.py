@@ -45,7 +45,10 @@ def test_what_is_done_is_done_once_and_the_rest_is_done_later(tmp_path):
     with pytest.raises(ValueError, match="thirteen"):
         runner.run(STUDY, [cell(3), cell(13)], csv, tmp_path, 1)
     assert {row["seed"] for row in rows.read(csv)} == {3}
-    found = runner.run(STUDY, [cell(4), cell(3)], csv, tmp_path, 2)
+    assert runner.measured([cell(4), cell(3)], csv)[1] == 1
+    runner.run(STUDY, [cell(4), cell(3)], csv, tmp_path, 2)
+    found, done = runner.measured([cell(4), cell(3)], csv)
+    assert done == 2
     assert [(row["seed"], row["half"], row["value"]) for row in found] == [
         (4, 0, None),
         (4, 1, 2),
