@@ -41,7 +41,7 @@ VARIANTS: tuple[tuple[str, float | None, str | None], ...] = (
     ("drop", None, None),
 )
 """Policy, slack of balanced, and letters of the techniques (``ablation.TECHNIQUES``) where it degrades anything."""
-_RUN_HOURS, _LOOKS_PER_HOUR = 500, 20
+_RUN_HOURS, _LOOKS_PER_HOUR = 2000, 20
 
 
 def cells(quick: bool) -> list[Cell]:
