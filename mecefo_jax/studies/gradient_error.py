@@ -340,7 +340,7 @@ _LINES: tuple[tuple[str, str | None, str | None, str], ...] = (
 def plot(rows: Sequence[Row]) -> Figure:
     """Errors over training, of all parameters, an eighth of the units down."""
     panels = list(dict.fromkeys((row["size"], row["fails"]) for row in rows))
-    figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(panels) + 2, 3.6), layout="constrained")
     for axes, (size, fails) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         chosen = [row for row in rows if (row["size"], row["fails"], row["group"]) == (size, fails, "all")]
         rank, period = _own(chosen)
@@ -357,7 +357,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
     figure.axes[0].set_ylabel("relative error of the gradient")
-    figure.axes[0].legend(fontsize=7)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 

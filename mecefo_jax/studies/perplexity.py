@@ -105,7 +105,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     """Differences from the failure-free run, by scenario, a line for each policy."""
     conditions = compare(rows, _BY, _BASELINE)
     panels = _panels(rows)
-    figure = Figure(figsize=(3.6 * len(panels), 3.8), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(panels) + 2, 3.8), layout="constrained")
     for axes, (size, fails) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         scenarios = [name for name in SCENARIOS if any(key[:3] == (size, fails, name) for key in conditions)]
         for variant in VARIANTS:
@@ -124,7 +124,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.set_xlabel("scenario")
         axes.grid(axis="y", alpha=0.3)
     figure.axes[0].set_ylabel("perplexity, % above failure-free")
-    figure.axes[0].legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 

@@ -170,7 +170,7 @@ def _table(rows: Sequence[Row]) -> str:
 def plot(rows: Sequence[Row]) -> Figure:
     """Drops under ``high``, a group of bars for each run."""
     kinds = list(dict.fromkeys(row["fails"] for row in rows))
-    figure = Figure(figsize=(5 * len(kinds), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(kinds) + 2, 3.6), layout="constrained")
     for axes, fails in zip(figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
         chosen = [row for row in rows if row["fails"] == fails and row["scenario"] == "high"]
         runs = list(dict.fromkeys(row["run"] for row in chosen))
@@ -195,7 +195,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.set_title(f"{fails}s fail, high", fontsize=10)
         axes.grid(axis="y", alpha=0.3)
     figure.axes[0].set_ylabel("throughput lost, % (predicted)")
-    figure.axes[0].legend(fontsize=7)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 
