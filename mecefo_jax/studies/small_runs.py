@@ -43,7 +43,7 @@ NODES, REPLICAS, STAGES = 16, 4, 8
 UNITS_OF_PAPER = 32
 _SEQ_LEN, _MICROBATCH, _MICROBATCHES = 64, 2, 128
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
-_STEPS = {"1M": 300, "5M": 300}
+_STEPS = {"1M": 300, "5M": 200}
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
 
 
