@@ -108,11 +108,11 @@ def plot(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(3.6 * len(panels) + 2, 3.8), layout="constrained")
     for axes, (size, fails) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         scenarios = [name for name in SCENARIOS if any(key[:3] == (size, fails, name) for key in conditions)]
-        for variant in VARIANTS:
+        for place, variant in enumerate(VARIANTS):
             shown = [name for name in scenarios if (size, fails, name, *variant) in conditions]
             figures = [conditions[size, fails, name, *variant] for name in shown]
             axes.errorbar(
-                shown,
+                [scenarios.index(name) + 0.06 * (place - len(VARIANTS) / 2) for name in shown],  # side by side
                 [figure["difference"] or 0.0 for figure in figures],
                 yerr=[figure["difference_deviation"] or 0.0 for figure in figures],
                 marker="o",
@@ -121,6 +121,8 @@ def plot(rows: Sequence[Row]) -> Figure:
             )
         axes.axhline(0, color="gray", linewidth=0.8)
         axes.set_title(f"{size}, {fails}s fail", fontsize=10)
+        axes.set_xticks(range(len(scenarios)), scenarios)
+        axes.set_xlim(-0.5, len(scenarios) - 0.5)
         axes.set_xlabel("scenario")
         axes.grid(axis="y", alpha=0.3)
     figure.axes[0].set_ylabel("perplexity, % above failure-free")
