@@ -144,7 +144,7 @@ class StepError:
     def __call__(self, step: int, state: TrainState, tried: Sequence[Trial]) -> list[dict[str, Any]]:
         """A row for each trial and parameter group."""
         live_of = {down: _draw(self._config, step, down) for down in {trial.down for trial in tried}}
-        batches = [step + number * self._config.train.steps for number in range(_BATCHES)]
+        batches = range(step, step + _BATCHES)
         everything = np.arange(self._config.num_microbatches)
         exact = [self._sums(batch, state.params, everything) for batch in batches]
         reference = [average_gradients(sums, _EXACT) for sums in exact]
