@@ -232,17 +232,22 @@ class DegradedConfig:
     low_rank: bool = True
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
     sampled_fraction: float = 0.0
-    """Not in the paper: estimate weight gradients, without bias, from this fraction of a sequence's tokens; 0: off.
-    Those of the feed-forward network with low_rank off, those of attention with skip_attention off."""
+    """Not in the paper: with low_rank off, estimate weight gradients, without bias, from this fraction of a sequence's
+    tokens; those of attention too if it is not skipped; 0: off."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is of another type or out of range."""
         check_types(self, "degraded.")
         check_range("degraded.sampled_fraction", self.sampled_fraction, at_least=0, at_most=1)
 
+    @property
+    def samples(self) -> bool:
+        """Whether weight gradients are estimated from some of the tokens."""
+        return self.sampled_fraction > 0 and not self.low_rank
+
     def drawn_tokens(self, seq_len: int) -> int:
         """Tokens of a sequence that its weight gradients are made of, where neither skipped nor of low rank."""
-        return max(round(self.sampled_fraction * seq_len), 1) if self.sampled_fraction else seq_len
+        return max(round(self.sampled_fraction * seq_len), 1) if self.samples else seq_len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def _add_degraded(
 
     def loss(trained, coordinates, slot):
         tokens_BT = batch.tokens_SBT[slot]
-        offsets_LB = offsets(tokens_BT, config.model.num_layers) if switches.sampled_fraction else None
+        offsets_LB = offsets(tokens_BT, config.model.num_layers) if switches.samples else None
         per_layer = (_blocks(bases), _blocks(coordinates), offsets_LB, batch.degraded_SL[slot])
         return objective(_combine(trained, fixed), tokens_BT, dtype, apply_block, per_layer)
 

@@ -41,7 +41,7 @@ def degraded_block(
         m_BTD = skip_attention(block, x_BTD, positions)
     else:
         recompute = rematerialize if remat == "block" else _as_it_is
-        if switches.sampled_fraction:
+        if switches.samples:
             branch = functools.partial(sampled_attention_branch, num_drawn=num_drawn)
             m_BTD = x_BTD + recompute(branch)(block, x_BTD, positions, offset_B)
         else:
@@ -50,7 +50,7 @@ def degraded_block(
     recompute = rematerialize if switches.remat_ffn or remat != "none" else _as_it_is
     if switches.low_rank:
         return m_BTD + recompute(low_rank_feed_forward_branch)(block, m_BTD, bases, coordinates)
-    if switches.sampled_fraction:
+    if switches.samples:
         branch = functools.partial(sampled_feed_forward_branch, num_drawn=num_drawn)
         return m_BTD + recompute(branch)(block, m_BTD, offset_B)
     return m_BTD + recompute(feed_forward_branch)(block, m_BTD)

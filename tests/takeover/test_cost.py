@@ -58,7 +58,7 @@ SAMPLED = 2 / 5
         ("s", "none", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (1 + SAMPLED) * FFN),
         ("s", "ffn", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (1 + SAMPLED) * FFN + 2 * ONE_FFN_PRODUCT),
         ("ms", "none", (1 + SAMPLED) * FFN),
-        ("ls", "none", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + FFN + LOW_RANK),
+        ("ls", "none", 2 * ATTENTION + FFN + LOW_RANK),
     ],
 )
 def test_degraded_by_hand(switches, remat, backward):
