@@ -66,7 +66,7 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: an unknown name (the nearest one is named), a value of another type, or one that does not fit.
     """
-    known, values = fields(), dict(flatten(settings))
+    known, values = fields(), without_removed(dict(flatten(settings)))
     for key in values:
         if key not in known:
             raise unknown_setting(key)
@@ -79,6 +79,22 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
         return section(**own, **nested)
 
     return build("")
+
+
+REMOVED = ("degraded.low_rank_attention", "degraded.complement")
+"""Switches that there were once, and that config files of that time hold."""
+
+
+def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names, less the removed switches that are off.
+
+    Raises:
+      ConfigError: one is on.
+    """
+    for key in REMOVED:
+        if settings.get(key, False) is not False:
+            raise ConfigError(f"{key}: this switch was taken out again; such a run cannot go on, start a new one")
+    return {key: value for key, value in settings.items() if key not in REMOVED}
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

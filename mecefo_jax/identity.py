@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mecefo_jax.config_file import without_removed
 from mecefo_jax.errors import ConfigError
 
 _IDENTITY = ("model.", "data.tokenizer", "data.seq_len", "data.fingerprint", "train.seed", "train.microbatch_size")
@@ -33,7 +34,7 @@ def check_identity(
     """Compares the config of a checkpoint with that of the run that wants to continue it.
 
     Refused are changes of the model, the tokenizer, the sequence length, the data's fingerprint, the seed, the
-    microbatch size, the microbatches of a step, and the bases' rank, source and kernels. The number of nodes may change
+    microbatch size, the microbatches of a step, and the bases' rank and source. The number of nodes may change
     as long as the microbatches of a step stay the same. A tokenizer that was moved is the same tokenizer if both
     fingerprints are known and equal. Where and how often things are saved, evaluated or logged is free.
 
@@ -81,7 +82,7 @@ def _is_identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> b
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names to JSON values, with what depends on several fields worked out."""
-    flat = _flat(json.loads(json.dumps(config)))
+    flat = without_removed(_flat(json.loads(json.dumps(config))))
     if flat.get("model.num_kv_heads", 0) is None:
         flat["model.num_kv_heads"] = flat.get("model.num_heads")
     if "mesh.num_nodes" in flat and "train.microbatches_per_node" in flat:

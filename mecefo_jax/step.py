@@ -231,6 +231,7 @@ def update(state: TrainState, sums: Sums, config: Config) -> tuple[TrainState, S
 
 def average_gradients(sums: Sums, switches: DegradedConfig) -> Model:
     """The gradient of a step from its sums.
+
     Args:
         sums: of the step.
         switches: skipped attention and norm1 are averaged over ``N_l``, everything else over all tokens.

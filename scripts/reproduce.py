@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not options.so_far:
             runner.run(study, cells, csv, options.workdir, options.jobs)
+        rows, done = runner.measured(cells, csv)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"error: interrupted; what is done is in {csv}, and the same command goes on", file=sys.stderr)
         return 130
-    rows, done = runner.measured(cells, csv)
     if not rows:
         print(f"error: {csv} has no row of this study yet; start it without --so-far", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mecefo_jax.config import Config, DataConfig, FaultsConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from mecefo_jax.config_file import fields, flatten, from_dict, read_config, save_config, to_dict, to_json
 from mecefo_jax.errors import ConfigError
+from mecefo_jax.identity import check_identity
 
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 
@@ -119,3 +120,15 @@ def test_settings_are_all_there_by_dotted_name():
     assert {"name", "model.hidden_size", "mesh.num_submeshes", "faults.policy", "eval.batches"} <= names
     assert names == {name for name, _ in flatten(to_dict(Config()))}
     assert {"faults.script", "faults.auto.max_slowdown"} <= names, "also those of a section in a section"
+
+
+def test_config_files_from_when_there_were_other_switches():
+    """Off they mean nothing; on they cannot be obeyed."""
+    old = to_dict(Config())
+    old["degraded"] |= {"low_rank_attention": False, "complement": False}
+    assert from_dict(old) == Config()
+    assert check_identity(old, to_dict(Config())) == []
+    old["degraded"]["complement"] = True
+    for read in (from_dict, lambda settings: check_identity(settings, to_dict(Config()))):
+        with pytest.raises(ConfigError, match=r"degraded\.complement: this switch was taken out"):
+            read(old)

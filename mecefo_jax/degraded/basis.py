@@ -1,9 +1,8 @@
 """Bases for low-rank feed-forward gradients, kept and refreshed by an optax gradient transformation.
 
-The optimizer's side of technique (l) of MeCeFO (arXiv 2510.16415). For each FFN kernel W, and for any other that the
-mask marks (those of attention, where they are projected too), it holds an orthonormal V whose columns span the leading
-left singular vectors of W, or of Adam's first moment of W. A degraded microbatch replaces the kernel's gradient
-``G = x^T g`` by ``V ((x V)^T g) = V V^T G``.
+The optimizer's side of technique (l) of MeCeFO (arXiv 2510.16415). For each FFN kernel W it holds an orthonormal V
+whose columns span the leading left singular vectors of W, or of Adam's first moment of W. A degraded microbatch
+replaces the kernel's gradient ``G = x^T g`` by ``V ((x V)^T g) = V V^T G``.
 
 Legend: D a kernel's input size, F its output size, R rank; ``layers`` any leading axes, whose matrices are
 independent of each other.

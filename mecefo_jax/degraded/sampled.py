@@ -2,7 +2,7 @@
 
 ``x^T g`` is a sum over tokens. Of each sequence a fixed number of them is drawn, with probabilities in proportion to
 the norms of what they contribute, and each is weighted by one over its own: column-row sampling (Drineas, Kannan,
-Mahoney 2006). Attention is not skipped, so every input gradient is exact, and so is the expectation of every weight
+Mahoney 2006). Where attention is not skipped, every input gradient is exact, and so is the expectation of every weight
 gradient.
 
 Legend: B batch, T time, D a linear's input size, F its output size, K drawn tokens of a sequence.
@@ -91,12 +91,16 @@ def draw(
     ends_T = jnp.cumsum(length_T)
     distance = ends_T[-1] / num_drawn
     hits_K = (jnp.arange(num_drawn, dtype=norms_T.dtype) + offset) * distance
-    index_K = jnp.minimum(jnp.searchsorted(ends_T, hits_K, side="right"), norms_T.size - 1)
+    hits_K = jnp.minimum(hits_K, jnp.nextafter(ends_T[-1], jnp.zeros_like(distance)))  # the last one may round up
+    index_K = jnp.searchsorted(ends_T, hits_K, side="right")
     return index_K, distance / length_T[index_K]
 
 
 def offsets(tokens_BT: Int[Array, "B T"], num_layers: int) -> Float[Array, "L B"]:
-    """Of each layer and sequence, from the sequence's own tokens: the same wherever and whenever it is computed."""
+    """Of each layer and sequence, from the sequence's own tokens: the same wherever and whenever it is computed.
+
+    A sequence that comes again has the same offset again; what is drawn still changes with the gradients.
+    """
     key_B = jax.vmap(lambda tokens_T: jax.random.key(_hash(tokens_T)))(tokens_BT)
     return jax.vmap(lambda key: jax.random.uniform(key, (num_layers,)), out_axes=1)(key_B)
 

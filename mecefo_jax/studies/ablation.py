@@ -71,10 +71,10 @@ def measure(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
     rows = analyze(config, workdir)
     mesh = make_cluster(config.mesh).submeshes[0]
     vocab_size = config.model.vocab_size or BYTE_ENTRIES
+    state = init_sharded_state(config, vocab_size, mesh)
     for row in rows:
         letters = "" if row["techniques"] == "none" else row["techniques"]
         variant = with_variant(config, switches(letters), "none")
-        state = init_sharded_state(variant, vocab_size, mesh)  # with a basis for each kernel that is projected
         row["time"] = degraded_time(variant, state, mesh, vocab_size, _SECONDS)
     return rows
 

@@ -87,8 +87,9 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Sizes, and what fails in runs of them."""
-    return sorted({(row["size"], row["fails"]) for row in rows if row["scenario"] != "none"})
+    """Sizes, and what fails in runs of them; those without failures alone, if there are no others yet."""
+    failing = {(row["size"], row["fails"]) for row in rows if row["scenario"] != "none"}
+    return sorted(failing or {(row["size"], row["fails"]) for row in rows})
 
 
 def _is_in(key: Condition, size: str, fails: str) -> bool:
@@ -109,11 +110,12 @@ def plot(rows: Sequence[Row]) -> Figure:
     for axes, (size, fails) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         scenarios = [name for name in SCENARIOS if any(key[:3] == (size, fails, name) for key in conditions)]
         for place, variant in enumerate(VARIANTS):
-            shown = [name for name in scenarios if (size, fails, name, *variant) in conditions]
-            figures = [conditions[size, fails, name, *variant] for name in shown]
+            keys = [(size, fails, name, *variant) for name in scenarios]
+            shown = [key for key in keys if key in conditions and conditions[key]["difference"] is not None]
+            figures = [conditions[key] for key in shown]
             axes.errorbar(
-                [scenarios.index(name) + 0.06 * (place - len(VARIANTS) / 2) for name in shown],  # side by side
-                [figure["difference"] or 0.0 for figure in figures],
+                [scenarios.index(key[2]) + 0.06 * (place - len(VARIANTS) / 2) for key in shown],  # side by side
+                [figure["difference"] for figure in figures],
                 yerr=[figure["difference_deviation"] or 0.0 for figure in figures],
                 marker="o",
                 capsize=3,

@@ -159,9 +159,10 @@ def _table(rows: Sequence[Row]) -> str:
             if (row["run"], row["policy"], row["slack"], row["techniques"]) == (run, policy, slack, techniques)
         }
         name = policy if slack is None else f"{policy}, slack {slack:g}"
-        cost = "-" if techniques is None else f"{same['high']['degraded_cost']:.2f}"
-        drops = [f"{same[scenario]['drop_percent']:.2f}" for scenario in HOURS]
-        lines.append([run, name, techniques or "-", cost, *drops, f"{same['high']['degraded_fraction']:.0%}"])
+        cost = "-" if techniques is None else f"{next(iter(same.values()))['degraded_cost']:.2f}"
+        drops = [f"{same[scenario]['drop_percent']:.2f}" if scenario in same else "-" for scenario in HOURS]
+        degraded = f"{same['high']['degraded_fraction']:.0%}" if "high" in same else "-"
+        lines.append([run, name, techniques or "-", cost, *drops, degraded])
     scenarios = [f"{scenario}, % lost" for scenario in HOURS]
     columns = ["run", "policy", "techniques", "cost of a degraded one", *scenarios, "degraded under high"]
     return table(columns, lines, left=3)
