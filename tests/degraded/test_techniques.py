@@ -84,7 +84,7 @@ def test_the_coordinate_gradient_expands_to_what_the_optax_transformation_projec
     low_rank = DegradedConfig(skip_attention=False, remat_ffn=False)
 
     def apply(block, x, positions, layer):
-        return degraded_block(block, x, positions, *layer, low_rank, "none")
+        return degraded_block(block, x, positions, *layer, None, low_rank, "none")
 
     def loss(coordinates):
         per_layer = (state.bases.blocks, coordinates.blocks)
@@ -110,11 +110,11 @@ def test_a_masked_block_is_one_of_the_two(block, is_degraded):
     zeros = for_kernels(block, lambda w: jnp.zeros((4, w.shape[1])))
 
     def masked(block, x):
-        return masked_block(block, x, positions, bases, zeros, jnp.bool_(is_degraded), switches, "none")
+        return masked_block(block, x, positions, bases, zeros, None, jnp.bool_(is_degraded), switches, "none")
 
     def expected(block, x):
         if is_degraded:
-            return degraded_block(block, x, positions, bases, zeros, switches, "none")
+            return degraded_block(block, x, positions, bases, zeros, None, switches, "none")
         return exact_block(block, x, positions)
 
     g = normal(1, B, T, D)
@@ -139,7 +139,7 @@ def compiled(switches: DegradedConfig | None, remat: str):
     def loss(trained, block, x, bases):
         if switches is None:
             return jnp.sum(exact_block(trained, x, positions, remat) ** 2)
-        return jnp.sum(degraded_block(block, x, positions, bases, trained, switches, remat) ** 2)
+        return jnp.sum(degraded_block(block, x, positions, bases, trained, None, switches, remat) ** 2)
 
     trained = block if switches is None else coordinates
     return jax.jit(jax.grad(loss, (0, 2))).lower(trained, block, x, bases).compile()
@@ -162,7 +162,9 @@ def test_recomputing_stores_less_across_layers():
 
     def temporary_bytes(switches):
         def loss(model, tokens):
-            apply = lambda block, x, positions, _: degraded_block(block, x, positions, None, None, switches, "none")  # noqa: E731
+            def apply(block, x, positions, _):
+                return degraded_block(block, x, positions, None, None, None, switches, "none")
+
             return loss_sum(model, tokens, jnp.dtype("float32"), apply)[0]
 
         compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
