@@ -104,7 +104,7 @@ def measure(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
     step_error = StepError(config, inputs.vocab_size, functools.partial(_microbatch, inputs.sampler.microbatch))
     tried, rows = trials(config), []
     periods = {trial.period for trial in tried if trial.period is not None}
-    every = max(config.train.steps // (_LOOKS + 1), 1)
+    every = -(-config.train.steps // (_LOOKS + 1))  # rounded up, so that there are no more looks than that
     for step in range(config.train.steps):
         state = executor.state
         step_error.remember(step, state, [period for period in periods if step % period == 0])

@@ -49,11 +49,10 @@ def degraded_flops(
     """Operations of a microbatch that is degraded in all layers, forward and backward.
 
     The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
-    attention costs nothing in the backward pass, and is not recomputed. The
-    feed-forward is recomputed for ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient
-    ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; the product with the bases, done once by a node
-    in a step that degrades, is not counted: ``r / b`` of a full weight gradient. Sampled ones cost the fraction of the
-    tokens that is drawn.
+    attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
+    ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs ``2b (in r
+    + r out)`` in place of ``2b in out``; the product with the bases, done once by a node in a step that degrades, is
+    not counted: ``r / b`` of a full weight gradient. Sampled ones cost the fraction of the tokens that is drawn.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -107,10 +108,8 @@ def test_less_noise_than_a_uniform_sample():
     assert error(lambda offset: weight_gradient(x, g, jnp.full(1, offset), 16)) < 0.5 * error(uniform)
 
 
-@pytest.mark.parametrize("switches", [DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=0.25)])
-def test_a_block_has_exact_input_and_norm_gradients_and_unbiased_kernels(switches):
-    from flax import nnx
-
+def test_a_block_has_exact_input_and_norm_gradients_and_unbiased_kernels():
+    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=0.25)
     config = ModelConfig(hidden_size=8, ffn_size=12, num_layers=1, num_heads=2, max_seq_len=T)
     block = Block(config, rngs=nnx.Rngs(0))
     x, g, positions = random((B, T, 8), 11), random((B, T, 8), 12), rotary(T, 4, config.rope_base)
