@@ -38,12 +38,12 @@ class BatchPlacer:
     slots: int
     """Microbatches that one batch has room for."""
 
-    def __call__(self, part: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]) -> NodeBatch:
+    def __call__(self, part: Work, level_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]) -> NodeBatch:
         """The batch of a piece of work.
 
         Args:
             part: at most ``slots`` microbatches.
-            degraded_ML: layers that are degraded, for each microbatch of the step.
+            level_ML: how far each layer is degraded, for each microbatch of the step (``Plan.layer_levels``).
             microbatch: content of a microbatch.
         """
         ids = np.concatenate([part.exact, part.degraded]).astype(np.int32)
@@ -55,7 +55,7 @@ class BatchPlacer:
         arrays = {
             "tokens_SBT": tokens_SBT,
             "ids_S": np.pad(ids, (0, unused)),
-            "degraded_SL": np.pad(degraded_ML[ids], ((0, unused), (0, 0))),
+            "level_SL": np.pad(level_ML[ids].astype(np.int8), ((0, unused), (0, 0))),
             "num_exact": np.int32(len(part.exact)),
             "num_degraded": np.int32(len(part.degraded)),
         }
@@ -74,7 +74,7 @@ class BatchPlacer:
         shapes: dict[str, Any] = {
             "tokens_SBT": ((slots, config.train.microbatch_size, config.data.seq_len + 1), np.int32),
             "ids_S": ((slots,), np.int32),
-            "degraded_SL": ((slots, config.model.num_layers), np.bool_),
+            "level_SL": ((slots, config.model.num_layers), np.int8),
             "num_exact": ((), np.int32),
             "num_degraded": ((), np.int32),
         }

@@ -5,6 +5,7 @@ command lines and files into configs; ``configs/`` holds the named ones.
 """
 
 import dataclasses
+import itertools
 import re
 from typing import Literal
 
@@ -231,23 +232,36 @@ class DegradedConfig:
     """(r) Recompute the feed-forward activations instead of storing them."""
     low_rank: bool = True
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
-    sampled_fraction: float = 0.0
-    """Not in the paper: with low_rank off, estimate weight gradients, without bias, from this fraction of a sequence's
-    tokens; those of attention too if it is not skipped; 0: off."""
+    sampled_fractions: tuple[float, ...] = ()
+    """Not in the paper: with low_rank off, estimate weight gradients, without bias, from a fraction of a sequence's
+    tokens; those of attention too if it is not skipped. In decreasing order: balanced takes the largest that suffices,
+    other policies the first. Empty: off."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is of another type or out of range."""
         check_types(self, "degraded.")
-        check_range("degraded.sampled_fraction", self.sampled_fraction, at_least=0, at_most=1)
+        for fraction in self.sampled_fractions:
+            check_range("degraded.sampled_fractions", fraction, above=0, at_most=1)
+        if any(after >= before for before, after in itertools.pairwise(self.sampled_fractions)):
+            raise ConfigError(f"degraded.sampled_fractions: got {self.sampled_fractions}, expected a decreasing order")
 
     @property
     def samples(self) -> bool:
         """Whether weight gradients are estimated from some of the tokens."""
-        return self.sampled_fraction > 0 and not self.low_rank
+        return bool(self.sampled_fractions) and not self.low_rank
 
-    def drawn_tokens(self, seq_len: int) -> int:
-        """Tokens of a sequence that its weight gradients are made of, where neither skipped nor of low rank."""
-        return max(round(self.sampled_fraction * seq_len), 1) if self.samples else seq_len
+    def drawn_tokens(self, seq_len: int) -> tuple[int, ...]:
+        """Tokens of a sequence that its weight gradients are made of, where neither skipped nor of low rank.
+
+        Args:
+            seq_len: tokens of a sequence.
+
+        Returns:
+            A number for each level that a microbatch may be degraded to, all of the tokens where nothing is sampled.
+        """
+        if not self.samples:
+            return (seq_len,)
+        return tuple(max(round(fraction * seq_len), 1) for fraction in self.sampled_fractions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -561,6 +575,12 @@ class Config:
         if self.data.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 f"data.seq_len: got {self.data.seq_len}, expected at most model.max_seq_len ({self.model.max_seq_len})"
+            )
+        drawn = self.degraded.drawn_tokens(self.data.seq_len)
+        if len(set(drawn)) < len(drawn):
+            raise ConfigError(
+                f"degraded.sampled_fractions: got {self.degraded.sampled_fractions}, expected fractions of "
+                f"data.seq_len ({self.data.seq_len}) that are different numbers of tokens"
             )
         warmup = self.optim.warmup_steps
         if warmup is not None and warmup >= self.train.steps:

@@ -10,7 +10,7 @@ CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.validation_files": ("data.source", ("files",)),
     "data.tfds_name": ("data.source", ("tfds",)),
     "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
-    "degraded.sampled_fraction": ("degraded.low_rank", (False,)),
+    "degraded.sampled_fractions": ("degraded.low_rank", (False,)),
     "basis.rank": ("degraded.low_rank", (True,)),
     "basis.refresh_every": ("degraded.low_rank", (True,)),
     "basis.source": ("degraded.low_rank", (True,)),

@@ -81,19 +81,19 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
     return build("")
 
 
-REMOVED = ("degraded.low_rank_attention", "degraded.complement")
-"""Switches that there were once, and that config files of that time hold."""
+REMOVED = ("degraded.low_rank_attention", "degraded.complement", "degraded.sampled_fraction")
+"""Settings that there were once, and that config files of that time hold."""
 
 
 def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names, less the removed switches that are off.
+    """Settings by their dotted names, less the removed ones that are off.
 
     Raises:
       ConfigError: one is on.
     """
     for key in REMOVED:
-        if settings.get(key, False) is not False:
-            raise ConfigError(f"{key}: this switch was taken out again; such a run cannot go on, start a new one")
+        if settings.get(key):
+            raise ConfigError(f"{key}: this setting was taken out again; such a run cannot go on, start a new one")
     return {key: value for key, value in settings.items() if key not in REMOVED}
 
 

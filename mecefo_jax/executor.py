@@ -160,10 +160,10 @@ class Executor:
         work = reassign(self._cluster, plan)
         if set(work) != set(self._states):
             self.set_live(list(work))
-        degraded_ML = plan.degraded_layers(self._config.model.num_layers)
+        level_ML = plan.layer_levels(self._config.model.num_layers)
         return self._programs.reduce(
             {
-                index: self._node_sums(index, share, degraded_ML, functools.partial(microbatch, step))
+                index: self._node_sums(index, share, level_ML, functools.partial(microbatch, step))
                 for index, share in work.items()
             }
         )
@@ -183,12 +183,12 @@ class Executor:
         return float(sum(float(loss) for loss, _ in fetched)), int(sum(int(tokens) for _, tokens in fetched))
 
     def _node_sums(
-        self, index: int, share: Work, degraded_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
+        self, index: int, share: Work, level_ML: np.ndarray, microbatch: Callable[[int], np.ndarray]
     ) -> Flat:
         """This sub-mesh's sums over its share, in as many calls as its slots need."""
         total = None
         for part in in_parts(share, self.slots):
-            batch = self._placers[index](part, degraded_ML, microbatch)
+            batch = self._placers[index](part, level_ML, microbatch)
             sums = self._programs.gradients(index, self._states[index], Flat.of(batch))
             total = sums if total is None else self._programs.add(index, total, sums)
         assert total is not None

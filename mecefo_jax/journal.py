@@ -30,9 +30,9 @@ class Log(Protocol):
 class Journal:
     """Keeps ``progress`` and writes to ``log``."""
 
-    def __init__(self, config: Config, vocab_size: int, degraded_cost: float, progress: Progress, log: Log) -> None:
+    def __init__(self, config: Config, vocab_size: int, progress: Progress, log: Log) -> None:
         """Begin with the progress made so far."""
-        self._config, self._degraded_cost, self.progress, self._log = config, degraded_cost, progress, log
+        self._config, self.progress, self._log = config, progress, log
         self._throughput = _new_throughput(config, vocab_size)
         self._compilations, self._compilations_before = compilation_counter(), compilation_counter().count
 
@@ -53,13 +53,12 @@ class Journal:
         assert (metrics.computed_M == (plan.executor_M >= 0)).all(), "a microbatch was lost or computed twice"
         tokens = int(metrics.tokens_M.sum())
         degraded_tokens = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1))
-        critical_load = plan.critical_load(self._degraded_cost)
         self.progress.commit(
             step,
             loss=float(metrics.loss),
             tokens=tokens,
             degraded_tokens=degraded_tokens,
-            critical_load=critical_load,
+            critical_load=plan.critical_load,
         )
         self._throughput.committed(tokens, time.perf_counter() if ended is None else ended)
         self._report_counters(done, metrics)
@@ -72,7 +71,7 @@ class Journal:
                 "perf/compilations": self._compilations.count - self._compilations_before,
                 "ft/live_nodes": int(plan.live_NS.any(axis=1).sum()),
                 "ft/degraded_token_fraction": degraded_tokens / max(tokens, 1),
-                "ft/critical_load": critical_load,
+                "ft/critical_load": plan.critical_load,
                 "ft/failures_total": failures,
             }
             self._log.scalars(done, row | self._throughput.read())

@@ -1,6 +1,7 @@
 """Who is alive, what the others do about it, and what is said of it: fault source -> live set -> plan -> events."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from mecefo_jax.config import Config
 from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.progress import Progress
-from mecefo_jax.takeover import Plan, degraded_cost, make_plan
+from mecefo_jax.takeover import Plan, degraded_costs, make_plan
 
 
 class Events(Protocol):
@@ -23,19 +24,21 @@ class Events(Protocol):
 class Membership:
     """The plans of a run, and what is told and counted of their changes."""
 
-    def __init__(self, config: Config, degraded_cost: float, progress: Progress, log: Events, first_step: int):
+    def __init__(
+        self, config: Config, degraded_costs: Sequence[float], progress: Progress, log: Events, first_step: int
+    ):
         """Set up.
 
         Args:
             config: of the run.
-            degraded_cost: cost of a degraded microbatch, in exact ones.
+            degraded_costs: cost of a degraded microbatch at each level, in exact ones.
             progress: its failures and recoveries are counted here.
             log: told of every change.
             first_step: step that this attempt begins with.
         """
         self._config, self._progress, self._log, self._first_step = config, progress, log, first_step
         self._source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
-        self.degraded_cost = degraded_cost
+        self._degraded_costs = degraded_costs
 
     def plan(self, step: int) -> Plan:
         """The plan of a step.
@@ -50,7 +53,7 @@ class Membership:
                 f"{live_nodes} of {config.mesh.num_nodes} nodes are live at step {step}, "
                 f"faults.min_live_nodes is {config.faults.min_live_nodes}"
             )
-        return plan_for(config, live_NS, self.degraded_cost)
+        return plan_for(config, live_NS, self._degraded_costs)
 
     def report(self, step: int, plan: Plan | None) -> None:
         """Tell of what a step changes: units that failed or came back, and the plan made of it.
@@ -74,7 +77,7 @@ class Membership:
             return
         self._progress.failures += int(failed_NS.sum())
         self._progress.recoveries += int(back_NS.sum())
-        fields = takeover_fields(plan, self.degraded_cost)
+        fields = takeover_fields(plan)
         self._log.event("takeover", step, live_nodes=int(live_NS.any(axis=1).sum()), **fields)
 
     def failures_through(self, step: int) -> int:
@@ -91,13 +94,13 @@ class Membership:
         return {"node": int(node)} | ({"stage": int(stage)} if by_stage else {})
 
 
-def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_cost: float) -> Plan:
+def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_costs: Sequence[float]) -> Plan:
     """The plan that a run's policy makes of the live units.
 
     Args:
         config: of the run.
         live_NS: live units.
-        degraded_cost: cost of a degraded microbatch, in exact ones.
+        degraded_costs: cost of a degraded microbatch at each level, in exact ones.
 
     Raises:
         ConfigError, TooFewLiveNodesError: as ``make_plan``.
@@ -106,13 +109,13 @@ def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_cost: fl
         live_NS,
         config.faults.policy,
         microbatches_per_node=config.train.microbatches_per_node,
-        degraded_cost=degraded_cost,
+        degraded_costs=degraded_costs,
         slack=config.faults.slack,
         auto=config.faults.auto,
     )
 
 
-def takeover_fields(plan: Plan, degraded_cost: float) -> dict[str, Any]:
+def takeover_fields(plan: Plan) -> dict[str, Any]:
     """What the event of a takeover says of its plan; under ``auto`` also why, and what there was to choose from."""
     fields: dict[str, Any] = {
         "policy": plan.policy,
@@ -120,7 +123,7 @@ def takeover_fields(plan: Plan, degraded_cost: float) -> dict[str, Any]:
         "degraded": len(plan.degraded),
         "dropped": len(plan.dropped),
         "degraded_fraction": plan.degraded_share,
-        "critical_load": plan.critical_load(degraded_cost),
+        "critical_load": plan.critical_load,
     }
     if plan.choice is not None:
         fields["chosen_for"] = plan.choice.reason
@@ -128,11 +131,12 @@ def takeover_fields(plan: Plan, degraded_cost: float) -> dict[str, Any]:
     return fields
 
 
-def run_degraded_cost(config: Config, vocab_size: int) -> float:
-    """Cost of a degraded microbatch in exact ones: as configured, or the ratio of their FLOPs."""
-    if config.faults.degraded_cost is not None:
-        return config.faults.degraded_cost
-    return degraded_cost(
+def run_degraded_costs(config: Config, vocab_size: int) -> tuple[float, ...]:
+    """Cost of a degraded microbatch at each level, in exact ones: the ratio of their FLOPs.
+
+    Where the first level's is configured, the others are as far below it as their FLOPs are.
+    """
+    costs = degraded_costs(
         config.model,
         config.degraded,
         rank=config.basis.rank,
@@ -140,3 +144,5 @@ def run_degraded_cost(config: Config, vocab_size: int) -> float:
         seq_len=config.data.seq_len,
         vocab_size=vocab_size,
     )
+    first = config.faults.degraded_cost
+    return costs if first is None else tuple(first * (cost / costs[0]) for cost in costs)

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from mecefo_jax.config import Config, DegradedConfig
 from mecefo_jax.degraded.block import degraded_block, masked_block
 from mecefo_jax.degraded.low_rank import expand, zero_coordinates
-from mecefo_jax.degraded.sampled import offsets
+from mecefo_jax.degraded.sampled import Sample, offsets
 from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
 from mecefo_jax.optimizer import (
     basis_state,
@@ -40,7 +40,8 @@ class NodeBatch:
 
     tokens_SBT: Int[Array, "S B T+1"]
     ids_S: Int[Array, "S"]
-    degraded_SL: Bool[Array, "S L"]
+    level_SL: Int[Array, "S L"]
+    """How far the backward pass of each layer is degraded; 0: not."""
     num_exact: Int[Array, ""]
     num_degraded: Int[Array, ""]
 
@@ -86,7 +87,7 @@ apply_block, per_layer) -> (sum, number of items that it is the sum of). Where i
 ``tokens`` counts here."""
 
 LayerMasks = Literal["all", "by_layer"]
-"""Degraded microbatches are degraded in all layers, known when compiling; or in those that ``degraded_SL`` says."""
+"""Degraded microbatches are degraded in all layers, known when compiling; or in those that ``level_SL`` says."""
 
 
 def node_gradients(
@@ -136,16 +137,17 @@ def _add_degraded(
     origin = zero_coordinates(params, bases) if switches.low_rank else None
 
     def apply_block(block, x_BTD, positions, layer):
-        bases_l, coordinates_l, offset_B, is_degraded = layer
-        arguments = (block, x_BTD, positions, bases_l, coordinates_l, offset_B)
+        bases_l, coordinates_l, offset_B, level = layer
+        sample = Sample(offset_B, level) if switches.samples else None
+        arguments = (block, x_BTD, positions, bases_l, coordinates_l, sample)
         if everywhere:
             return degraded_block(*arguments, switches, config.model.remat)
-        return masked_block(*arguments, is_degraded, switches, config.model.remat)
+        return masked_block(*arguments, level > 0, switches, config.model.remat)
 
     def loss(trained, coordinates, slot):
         tokens_BT = batch.tokens_SBT[slot]
         offsets_LB = offsets(tokens_BT, config.model.num_layers) if switches.samples else None
-        per_layer = (_blocks(bases), _blocks(coordinates), offsets_LB, batch.degraded_SL[slot])
+        per_layer = (_blocks(bases), _blocks(coordinates), offsets_LB, batch.level_SL[slot])
         return objective(_combine(trained, fixed), tokens_BT, dtype, apply_block, per_layer)
 
     def degraded(index, carry):
@@ -153,7 +155,8 @@ def _add_degraded(
         slot = batch.num_exact + index
         gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (loss_value, tokens), (grads, coordinate_grads) = gradient(trained, origin, slot)
-        sums = _add(sums, batch.ids_S[slot], loss_value, tokens, grads, jnp.where(batch.degraded_SL[slot], 0, tokens))
+        exact_tokens_L = jnp.where(batch.level_SL[slot] > 0, 0, tokens)
+        sums = _add(sums, batch.ids_S[slot], loss_value, tokens, grads, exact_tokens_L)
         return sums, jax.tree.map(jnp.add, coordinate_sums, coordinate_grads)
 
     def run(sums: Sums) -> Sums:

@@ -16,7 +16,7 @@ from mecefo_jax.executor import Executor
 from mecefo_jax.inputs import Inputs, open_inputs
 from mecefo_jax.journal import Journal, scores
 from mecefo_jax.locking import locked
-from mecefo_jax.membership import Membership, run_degraded_cost
+from mecefo_jax.membership import Membership, run_degraded_costs
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.progress import Progress
@@ -86,10 +86,10 @@ class Trainer:
             restored = init_sharded_state(config, vocab_size, cluster.submeshes[0]), Progress()
         state, self.progress = restored
         self._done = int(state.step)
-        cost = run_degraded_cost(config, vocab_size)
-        self._membership = Membership(config, cost, self.progress, log, self._done)
+        costs = run_degraded_costs(config, vocab_size)
+        self._membership = Membership(config, costs, self.progress, log, self._done)
         self._executor = Executor(config, cluster, state)
-        self._journal = Journal(config, vocab_size, cost, self.progress, log)
+        self._journal = Journal(config, vocab_size, self.progress, log)
         self._pending: _Dispatched | None = None
         self._model_compilations_of_first_step: int | None = None
 

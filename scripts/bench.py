@@ -142,11 +142,11 @@ def critical_loads(config: Config, degraded_cost: float) -> dict[str, dict[str, 
                 live_NS,
                 policy,
                 microbatches_per_node=config.train.microbatches_per_node,
-                degraded_cost=min(degraded_cost, 1.0),
+                degraded_costs=[min(degraded_cost, 1.0)],
                 slack=config.faults.slack,
                 auto=config.faults.auto,
             )
-            loads[policy][count] = plan.critical_load(degraded_cost)
+            loads[policy][count] = dataclasses.replace(plan, degraded_costs=(degraded_cost,)).critical_load
     return loads
 
 

@@ -19,7 +19,7 @@ from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import compute_dtype
 from mecefo_jax.performance import peak_flops
 from mecefo_jax.state import init_sharded_state
-from mecefo_jax.takeover.cost import degraded_cost, exact_flops
+from mecefo_jax.takeover.cost import degraded_costs, exact_flops
 
 
 def main(argv: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ def measure(config: Config, seconds: float, note: Callable[..., None]) -> None:
     mesh = make_cluster(config.mesh).submeshes[0]
     state = init_sharded_state(config, vocab_size, mesh)
     cost = degraded_time(config, state, mesh, vocab_size, seconds)
-    by_hand = degraded_cost(config.model, config.degraded, rank=config.basis.rank, **sizes)
+    by_hand = degraded_costs(config.model, config.degraded, rank=config.basis.rank, **sizes)[0]
     note(degraded_cost=cost, degraded_flops=by_hand, cost_over_flops=cost / by_hand)
     del state
     for name, degraded in (("exact", False), ("degraded", True)):

@@ -88,7 +88,7 @@ def _one_microbatch(config: Config, degraded: bool) -> Callable[..., PyTree]:
         batch = NodeBatch(
             tokens_SBT=tokens_BT[None],
             ids_S=jnp.zeros((1,), jnp.int32),
-            degraded_SL=jnp.full((1, config.model.num_layers), degraded),
+            level_SL=jnp.full((1, config.model.num_layers), degraded, jnp.int8),
             num_exact=jnp.int32(not degraded),
             num_degraded=jnp.int32(degraded),
         )

@@ -105,7 +105,7 @@ def _sums(config: Config, state: TrainState, tokens_SBT: jax.Array, *, degraded:
     batch = NodeBatch(
         tokens_SBT=tokens_SBT,
         ids_S=jnp.arange(slots, dtype=jnp.int32),
-        degraded_SL=jnp.full((slots, config.model.num_layers), degraded),
+        level_SL=jnp.full((slots, config.model.num_layers), degraded, jnp.int8),
         num_exact=jnp.int32(0 if degraded else slots),
         num_degraded=jnp.int32(slots if degraded else 0),
     )

@@ -171,7 +171,7 @@ def _timed(contender: Callable[[], Any]) -> float:
 def _stepper(config: Config, cluster: Cluster, state: TrainState, microbatch: MicrobatchSource) -> Callable[[], Any]:
     """A healthy step of the executor."""
     executor = Executor(config, cluster, jax.tree.map(jnp.copy, state))  # it donates what it is given
-    plan = plan_for(config, np.ones((config.mesh.num_nodes, 1), bool), 1.0)
+    plan = plan_for(config, np.ones((config.mesh.num_nodes, 1), bool), (1.0,))
     return lambda: executor.train_step(0, plan, microbatch)
 
 
@@ -206,7 +206,7 @@ def _random_batch(config: Config, vocab_size: int) -> NodeBatch:
     return NodeBatch(
         tokens_SBT=jax.random.randint(jax.random.key(config.train.seed), shape, 0, vocab_size, jnp.int32),
         ids_S=jnp.zeros((_SLOTS,), jnp.int32),
-        degraded_SL=jnp.ones((_SLOTS, config.model.num_layers), bool),
+        level_SL=jnp.ones((_SLOTS, config.model.num_layers), jnp.int8),
         num_exact=jnp.int32(0),
         num_degraded=jnp.int32(0),
     )

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from mecefo_jax.config import DegradedConfig
 from mecefo_jax.degraded.low_rank import low_rank_feed_forward_branch
 from mecefo_jax.degraded.rematerialize import rematerialize
-from mecefo_jax.degraded.sampled import sampled_attention_branch, sampled_feed_forward_branch
+from mecefo_jax.degraded.sampled import Sample, sampled_attention_branch, sampled_feed_forward_branch
 from mecefo_jax.degraded.skip_attention import skip_attention
 from mecefo_jax.model import Block, Rotary, attention_branch, exact_block, feed_forward_branch
 
@@ -20,7 +20,7 @@ def degraded_block(
     positions: Rotary,
     bases: Block,
     coordinates: Block,
-    offset_B: Float[Array, "B"] | None,
+    sample: Sample | None,
     switches: DegradedConfig,
     remat: str,
 ) -> Float[Array, "B T D"]:
@@ -31,19 +31,19 @@ def degraded_block(
         x_BTD: input.
         positions: rotary angles.
         bases, coordinates: of this layer's kernels whose gradients are of low rank; not read where that is off.
-        offset_B: which tokens weight gradients are sampled from; not read where that is off.
+        sample: which tokens weight gradients are made of; not read where that is off.
         switches: which techniques are used.
         remat: the model's policy; ``ffn`` and ``block`` recompute the feed-forward network here too, and an attention
             branch that is not skipped under ``block``.
     """
-    num_drawn = switches.drawn_tokens(x_BTD.shape[1])
+    drawn = switches.drawn_tokens(x_BTD.shape[1])
     if switches.skip_attention:
         m_BTD = skip_attention(block, x_BTD, positions)
     else:
         recompute = rematerialize if remat == "block" else _as_it_is
         if switches.samples:
-            branch = functools.partial(sampled_attention_branch, num_drawn=num_drawn)
-            m_BTD = x_BTD + recompute(branch)(block, x_BTD, positions, offset_B)
+            branch = functools.partial(sampled_attention_branch, drawn=drawn)
+            m_BTD = x_BTD + recompute(branch)(block, x_BTD, positions, sample)
         else:
             m_BTD = x_BTD + recompute(attention_branch)(block, x_BTD, positions)
 
@@ -51,8 +51,8 @@ def degraded_block(
     if switches.low_rank:
         return m_BTD + recompute(low_rank_feed_forward_branch)(block, m_BTD, bases, coordinates)
     if switches.samples:
-        branch = functools.partial(sampled_feed_forward_branch, num_drawn=num_drawn)
-        return m_BTD + recompute(branch)(block, m_BTD, offset_B)
+        branch = functools.partial(sampled_feed_forward_branch, drawn=drawn)
+        return m_BTD + recompute(branch)(block, m_BTD, sample)
     return m_BTD + recompute(feed_forward_branch)(block, m_BTD)
 
 
@@ -66,7 +66,7 @@ def masked_block(
     positions: Rotary,
     bases: Block,
     coordinates: Block,
-    offset_B: Float[Array, "B"] | None,
+    sample: Sample | None,
     is_degraded: Bool[Array, ""],
     switches: DegradedConfig,
     remat: str,
@@ -74,7 +74,7 @@ def masked_block(
     """``degraded_block`` or ``exact_block``, as this layer's entry of the microbatch's layer mask says."""
 
     def degraded(block, x_BTD):
-        return degraded_block(block, x_BTD, positions, bases, coordinates, offset_B, switches, remat)
+        return degraded_block(block, x_BTD, positions, bases, coordinates, sample, switches, remat)
 
     def exact(block, x_BTD):
         return exact_block(block, x_BTD, positions, remat)

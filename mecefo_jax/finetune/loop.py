@@ -24,7 +24,7 @@ from mecefo_jax.finetune.rows import Rows, bucket, encode, epoch_order
 from mecefo_jax.finetune.scores import check_metric, class_scores, number_scores
 from mecefo_jax.finetune.settings import Settings, fine_tuning_config
 from mecefo_jax.finetune.tasks import Task
-from mecefo_jax.membership import Membership, plan_for, run_degraded_cost
+from mecefo_jax.membership import Membership, plan_for, run_degraded_costs
 from mecefo_jax.mesh import make_cluster, shardings
 from mecefo_jax.metrics import RunLog
 from mecefo_jax.model import Model, compute_dtype
@@ -93,9 +93,8 @@ class FineTuning:
         self._config, self._task, self._log = config, task, log
         self._cluster = make_cluster(config.mesh)
         self._objective = regression_loss if task.is_regression else classification_loss
-        self._cost = run_degraded_cost(config, task.num_outputs)
         self.progress = Progress()
-        self._membership = Membership(config, self._cost, self.progress, log, 0)
+        self._membership = Membership(config, run_degraded_costs(config, task.num_outputs), self.progress, log, 0)
         state = _fresh_state(config.compiled_part, classifier)
         self._executor = self._make_executor(config.data.seq_len, state)
         self._length = config.data.seq_len
@@ -178,7 +177,7 @@ class FineTuning:
         metrics, done = jax.device_get(dispatched), step + 1
         assert (metrics.computed_M == (plan.executor_M >= 0)).all(), "a microbatch was lost or computed twice"
         examples, loss = int(metrics.tokens_M.sum()), float(metrics.loss)
-        degraded, load = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1)), plan.critical_load(self._cost)
+        degraded, load = float(metrics.tokens_M @ plan.degraded_MS.mean(axis=1)), plan.critical_load
         self.progress.commit(step, loss=loss, tokens=examples, degraded_tokens=degraded, critical_load=load)
         self.progress.skipped_steps = int(metrics.skipped)
         self._epoch_loss += loss * examples
@@ -235,7 +234,7 @@ def _check_failures(config: Config, task: Task) -> None:
     """Refuse failures or a policy that no plan can be made of, before there is a directory to clear away."""
     source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
     everything = np.ones((source.num_nodes, source.num_stages), bool)
-    plan_for(config, everything, run_degraded_cost(config, task.num_outputs))
+    plan_for(config, everything, run_degraded_costs(config, task.num_outputs))
 
 
 def _make_empty(out: pathlib.Path) -> None:

@@ -68,6 +68,8 @@ class Facts:
     """Microbatches in its sums for the step that begins at ``held``, computed exactly; None: it has no sums."""
     degraded: tuple[int, ...] = ()
     """Those computed with the degraded backward pass."""
+    levels: tuple[int, ...] = ()
+    """How far each of these is degraded (``Plan.level_MS``)."""
     evaluated: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
     """Loss and tokens of the evaluation's microbatches that it has seen to at ``held``, by number."""
     waiting: tuple[tuple[int, int], ...] = ()
@@ -90,7 +92,7 @@ class Facts:
         """From ``to_json``."""
         fields: dict[str, Any] = json.loads(text)
         fields["members"] = {int(process): life for process, life in fields["members"].items()}
-        for name in ("exact", "degraded"):
+        for name in ("exact", "degraded", "levels"):
             fields[name] = None if fields[name] is None else tuple(fields[name])
         fields["waiting"] = tuple((process, life) for process, life in fields["waiting"])
         fields["evaluated"] = {number: (loss, tokens) for number, (loss, tokens) in fields["evaluated"].items()}

@@ -19,7 +19,7 @@ from mecefo_jax.config_file import save_config
 from mecefo_jax.errors import DataError
 from mecefo_jax.faults.live import LiveFailures, live_nodes
 from mecefo_jax.journal import Journal, scores
-from mecefo_jax.membership import plan_for, run_degraded_cost
+from mecefo_jax.membership import plan_for, run_degraded_costs
 from mecefo_jax.mesh import Work
 from mecefo_jax.processes.agreement import Decision, Facts
 from mecefo_jax.processes.interconnect import Packed
@@ -44,9 +44,10 @@ class Holding:
         """Hold nothing yet."""
         self._parts = parts
         self._source = LiveFailures(parts.config.mesh.num_nodes)
-        self._degraded_cost = run_degraded_cost(parts.config, parts.inputs.vocab_size)
+        self._degraded_costs = run_degraded_costs(parts.config, parts.inputs.vocab_size)
         self.exact: tuple[int, ...] = ()
         self.degraded: tuple[int, ...] = ()
+        self.levels: tuple[int, ...] = ()
         self.evaluated: dict[str, tuple[float, int]] = {}
         self._computing_s = self._evaluating_s = 0.0
         self._was_finished = False
@@ -59,13 +60,13 @@ class Holding:
         """Go on with this account of the run."""
         parts = self._parts
         self._progress, self._adopted, self._earlier_s = progress, time.perf_counter(), progress.wall_time_s
-        self._journal = Journal(parts.config, parts.inputs.vocab_size, self._degraded_cost, progress, parts.log)
+        self._journal = Journal(parts.config, parts.inputs.vocab_size, progress, parts.log)
         self.timeline = Timeline(progress, parts.log)
         self._scores_logged = False
 
     def _stand_at(self, step: int) -> None:
         """Begin with a step, of which nothing is computed."""
-        self.step, self.sums, self.exact, self.degraded = step, None, (), ()
+        self.step, self.sums, self.exact, self.degraded, self.levels = step, None, (), (), ()
         self.evaluated, self._scores_logged, self._evaluating_s = {}, False, 0.0
 
     # Where the state comes from
@@ -120,14 +121,14 @@ class Holding:
     def plan(self, nodes: Collection[int]) -> Plan:
         """The policy's plan of the step for these live nodes."""
         config = self._parts.config
-        return plan_for(config, live_nodes(config.mesh.num_nodes, nodes), self._degraded_cost)
+        return plan_for(config, live_nodes(config.mesh.num_nodes, nodes), self._degraded_costs)
 
     def compute_own(self, node: int, nodes: Collection[int]) -> None:
         """Compute the sums of the step, as the plan for ``nodes`` shares it out to ``node``."""
-        plan, self.sums, self.exact, self.degraded = self.plan(nodes), None, (), ()
+        plan, self.sums, self.exact, self.degraded, self.levels = self.plan(nodes), None, (), (), ()
         self._source.found(self.step, nodes)
         if self.step and (self._source.live(self.step) != self._source.live(self.step - 1)).any():
-            self.timeline.takeover(self.step, plan, self._degraded_cost, nodes)
+            self.timeline.takeover(self.step, plan, nodes)
         self._computing_s = 0.0
         self._compute(Work(*plan.microbatches_of(node)), plan)
 
@@ -146,17 +147,18 @@ class Holding:
         parts, began = self._parts, time.monotonic()
         exact, degraded = tuple(work.exact.tolist()), tuple(work.degraded.tolist())
         parts.audit.computed(self.step, exact + degraded)
-        degraded_ML = plan.degraded_layers(parts.config.model.num_layers)
+        level_ML = plan.layer_levels(parts.config.model.num_layers)
         with parts.slow("the first step") if self._compiled_at_first_step is None else contextlib.nullcontext():
             self.sums = parts.worker.sums(
                 self.step,
                 work,
-                degraded_ML,
+                level_ML,
                 parts.inputs.sampler.microbatch,
                 onto=self.sums,
                 on_part=parts.watchdog.progress,
             )
         self.exact, self.degraded = self.exact + exact, self.degraded + degraded
+        self.levels += tuple(plan.level_MS[work.degraded, 0].tolist())
         self._computing_s += time.monotonic() - began
 
     def evaluate(self, numbers: Collection[int]) -> None:
@@ -270,12 +272,12 @@ class Holding:
         nodes = {process: decision.view.members[process].node for process in decision.holders}
         plan = self.plan(nodes.values())
         executor_M = np.full(plan.num_microbatches, -1, np.int32)
-        degraded_M = np.zeros(plan.num_microbatches, bool)
+        level_M = np.zeros(plan.num_microbatches, np.int8)
         for process, node in nodes.items():
             executor_M[list(said[process].computed)] = node
-            degraded_M[list(said[process].degraded)] = True
+            level_M[list(said[process].degraded)] = said[process].levels
         return dataclasses.replace(
-            plan, executor_M=executor_M, assignee_MS=executor_M[:, None], degraded_MS=degraded_M[:, None]
+            plan, executor_M=executor_M, assignee_MS=executor_M[:, None], level_MS=level_M[:, None]
         )
 
     def _tell_returned(self, decision: Decision) -> None:

@@ -91,6 +91,7 @@ class Node:
             on_disk=parts.snapshots.newest_step() if fresh else -1,
             exact=holding.exact if sums else None,
             degraded=holding.degraded if sums else (),
+            levels=holding.levels if sums else (),
             evaluated=holding.evaluated,
             waiting=self._waiting(),
             failed=self._failed,

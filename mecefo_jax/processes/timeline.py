@@ -89,6 +89,6 @@ class Timeline:
         self._progress.recoveries += 1
         self._log.event("recovery", step, node=node, process=process, **measured)
 
-    def takeover(self, step: int, plan: Plan, degraded_cost: float, nodes: Collection[int]) -> None:
+    def takeover(self, step: int, plan: Plan, nodes: Collection[int]) -> None:
         """Tell of the plan for other nodes than in the step before."""
-        self._log.event("takeover", step, live_nodes=len(nodes), **takeover_fields(plan, degraded_cost))
+        self._log.event("takeover", step, live_nodes=len(nodes), **takeover_fields(plan))

@@ -114,7 +114,7 @@ class Worker:
         self,
         step: int,
         work: Work,
-        degraded_ML: np.ndarray,
+        level_ML: np.ndarray,
         microbatch: MicrobatchSource,
         *,
         onto: Packed | None = None,
@@ -125,7 +125,7 @@ class Worker:
         Args:
             step: number of the step.
             work: its microbatches.
-            degraded_ML: layers that are degraded, for each microbatch of the step.
+            level_ML: how far each layer is degraded, for each microbatch of the step (``Plan.layer_levels``).
             microbatch: content of the microbatches.
             onto: sums to add them to, used up.
             on_part: called after each part of the work, of at most two healthy shares.
@@ -133,7 +133,7 @@ class Worker:
         assert self._state is not None
         total = None if onto is None else Flat.of(onto)
         for part in in_parts(work, self._placer.slots):
-            batch = self._placer(part, degraded_ML, functools.partial(microbatch, step))
+            batch = self._placer(part, level_ML, functools.partial(microbatch, step))
             sums = self._gradients(0, self._state, Flat.of(batch))
             total = sums if total is None else self._add(0, total, sums)
             jax.block_until_ready(total.leaves)

@@ -46,7 +46,7 @@ def switches(letters: str) -> DegradedConfig:
         skip_attention="m" in letters,
         remat_ffn="r" in letters,
         low_rank="l" in letters,
-        sampled_fraction=_SAMPLED * ("s" in letters),
+        sampled_fractions=(_SAMPLED,) if "s" in letters else (),
     )
 
 

@@ -26,7 +26,7 @@ from mecefo_jax.config import Config
 from mecefo_jax.degraded.basis import low_rank_ffn
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.inputs import open_inputs
-from mecefo_jax.membership import run_degraded_cost
+from mecefo_jax.membership import run_degraded_costs
 from mecefo_jax.mesh import Work, make_cluster
 from mecefo_jax.model import Model, compute_dtype, ffn_kernel_mask, init_model, loss_sum
 from mecefo_jax.step import NodeBatch, average_gradients, node_gradients
@@ -104,17 +104,17 @@ def _batches(config: Config, vocab_size: int, microbatch: Callable[[int, int], n
     """The whole step's work as one batch, and the share of it that is degraded."""
     source = make_fault_source(config.faults, num_nodes=config.mesh.num_nodes, seed=config.train.seed)
     place = BatchPlacer(config, make_cluster(config.mesh).submeshes[0], config.num_microbatches)
-    cost = run_degraded_cost(config, vocab_size)
+    costs = run_degraded_costs(config, vocab_size)
 
     def batch(step: int) -> tuple[NodeBatch, float]:
         live_NS = source.live(step)
         if not live_NS.any():
             live_NS = np.ones_like(live_NS)  # with nobody left the cluster waits; here nothing waits
-        plan = make_plan(live_NS, "neighbor", microbatches_per_node=_PER_NODE, degraded_cost=cost, slack=0.0)
+        plan = make_plan(live_NS, "neighbor", microbatches_per_node=_PER_NODE, degraded_costs=costs, slack=0.0)
         exact = np.flatnonzero(~plan.any_degraded_M)
         placed = place(
             Work(exact, plan.degraded),
-            plan.degraded_layers(config.model.num_layers),
+            plan.layer_levels(config.model.num_layers),
             functools.partial(microbatch, step),
         )
         return placed, len(plan.degraded) / plan.num_microbatches

@@ -24,7 +24,7 @@ from mecefo_jax.studies.trained import Condition, compare, comparison_table
 
 VARIANTS: tuple[Variant, ...] = (
     ("neighbor", "paper", "weight"),
-    ("balanced", "sampled 1/2", None),
+    ("balanced", "sampled", None),
     ("drop", None, None),
 )
 _DOWN = (1, 2, 4)

@@ -42,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     per_node, cost = arguments.microbatches_per_node, arguments.degraded_cost
     console.print(f"{per_node} microbatches a node; a degraded one costs {cost:g} of an exact one\n")
     if arguments.stages == 1 and len(plans) > 1:
-        console.print(draw_comparison(plans, arguments.degraded_cost))
+        console.print(draw_comparison(plans))
         return 0
     for policy, plan in plans.items():
         console.print(choice_of(plan) if isinstance(plan, Plan) and plan.choice else policy, style="bold")
-        console.print(draw_plan(plan, arguments.degraded_cost) if isinstance(plan, Plan) else f"impossible: {plan}")
+        console.print(draw_plan(plan) if isinstance(plan, Plan) else f"impossible: {plan}")
         console.print()
     return 0
 
@@ -58,7 +58,7 @@ def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namesp
             live_NS,
             policy,
             microbatches_per_node=arguments.microbatches_per_node,
-            degraded_cost=arguments.degraded_cost,
+            degraded_costs=[arguments.degraded_cost],
             slack=arguments.slack,
             auto=AutoConfig(max_slowdown=arguments.max_slowdown),
         )

@@ -45,6 +45,7 @@ def degraded_flops(
     microbatch_tokens: int,
     seq_len: int,
     vocab_size: int,
+    level: int = 1,
 ) -> float:
     """Operations of a microbatch that is degraded in all layers, forward and backward.
 
@@ -52,7 +53,8 @@ def degraded_flops(
     attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
     ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs ``2b (in r
     + r out)`` in place of ``2b in out``; the product with the bases, done once by a node in a step that degrades, is
-    not counted: ``r / b`` of a full weight gradient. Sampled ones cost the fraction of the tokens that is drawn.
+    not counted: ``r / b`` of a full weight gradient. Sampled ones cost the fraction of the tokens that is drawn, which
+    is less at each level.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.
@@ -61,13 +63,14 @@ def degraded_flops(
       microbatch_tokens: predicted tokens of a microbatch (b).
       seq_len: tokens of a sequence (T).
       vocab_size: entries of the vocabulary (V).
+      level: how far it is degraded, from 1 on.
 
     Returns:
       Floating-point operations.
     """
     attention = _attention_forward(model, microbatch_tokens, seq_len)
     ffn = _ffn_forward(model, microbatch_tokens)
-    sampled = degraded.drawn_tokens(seq_len) / seq_len
+    sampled = degraded.drawn_tokens(seq_len)[level - 1] / seq_len
     layer = attention + ffn + ffn
     layer += _low_rank(_ffn_shapes(model), rank, microbatch_tokens) if degraded.low_rank else sampled * ffn
     if degraded.remat_ffn or model.remat in ("ffn", "block"):
@@ -80,7 +83,7 @@ def degraded_flops(
     return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)
 
 
-def degraded_cost(
+def degraded_costs(
     model: ModelConfig,
     degraded: DegradedConfig,
     *,
@@ -88,7 +91,7 @@ def degraded_cost(
     microbatch_tokens: int,
     seq_len: int,
     vocab_size: int,
-) -> float:
+) -> tuple[float, ...]:
     """Cost of a degraded microbatch relative to an exact one: the ratio of their operations.
 
     Args:
@@ -100,10 +103,12 @@ def degraded_cost(
       vocab_size: entries of the vocabulary (V).
 
     Returns:
-      The ratio; 1.0 with all approximations off, above 1 where they cost more than they save.
+      The ratio at each level; 1.0 with all approximations off, above 1 where they cost more than they save.
     """
     sizes = {"microbatch_tokens": microbatch_tokens, "seq_len": seq_len, "vocab_size": vocab_size}
-    return degraded_flops(model, degraded, rank=rank, **sizes) / exact_flops(model, **sizes)
+    exact = exact_flops(model, **sizes)
+    levels = range(1, len(degraded.drawn_tokens(seq_len)) + 1)
+    return tuple(degraded_flops(model, degraded, rank=rank, level=level, **sizes) / exact for level in levels)
 
 
 def _attention_forward(model: ModelConfig, microbatch_tokens: int, seq_len: int) -> float:

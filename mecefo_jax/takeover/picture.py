@@ -61,12 +61,11 @@ def boxes_of(plan: Plan, node: int, stage: int) -> list[Box]:
     return sorted(found)
 
 
-def draw_plan(plan: Plan, degraded_cost: float) -> RenderableType:
+def draw_plan(plan: Plan) -> RenderableType:
     """Draw one plan: a row a node with its load and its microbatches, then a summary and a legend.
 
     Args:
       plan: the plan.
-      degraded_cost: cost of a degraded microbatch, in exact ones.
 
     Returns:
       A renderable for a rich console.
@@ -79,22 +78,21 @@ def draw_plan(plan: Plan, degraded_cost: float) -> RenderableType:
     for stage in range(plan.num_stages if plan.num_stages > 1 else 0):
         table.add_column(f"stage {stage}")
     shown = _nodes_shown([plan])
-    load_NS = plan.load_NS(degraded_cost)
+    load_NS = plan.load_NS
     for node in shown:
         if plan.num_stages == 1:
             table.add_row(str(node), _load(load_NS[node, 0], load_NS.max()), _microbatches(plan, node))
         else:
             table.add_row(str(node), *(_cell(plan, node, stage, load_NS) for stage in range(plan.num_stages)))
     legend = _detail_legend() if plan.num_stages == 1 else _shape_legend()
-    return Group(table, *_others(plan, len(shown)), _summary(plan, degraded_cost), legend)
+    return Group(table, *_others(plan, len(shown)), _summary(plan), legend)
 
 
-def draw_comparison(plans: Mapping[str, Plan | str], degraded_cost: float) -> RenderableType:
+def draw_comparison(plans: Mapping[str, Plan | str]) -> RenderableType:
     """Draw several plans of the same live nodes side by side: a column a policy, a row a node.
 
     Args:
       plans: by policy, its plan, or why there is none; whole nodes fail (S = 1).
-      degraded_cost: cost of a degraded microbatch, in exact ones.
 
     Returns:
       A renderable for a rich console.
@@ -107,7 +105,7 @@ def draw_comparison(plans: Mapping[str, Plan | str], degraded_cost: float) -> Re
     for policy in plans:
         table.add_column(policy)
     shown = _nodes_shown(made)
-    loads = {policy: plan.load_NS(degraded_cost) for policy, plan in plans.items() if isinstance(plan, Plan)}
+    loads = {policy: plan.load_NS for policy, plan in plans.items() if isinstance(plan, Plan)}
     for index, node in enumerate(shown):
         cells = (
             _cell(plan, node, 0, loads[policy]) if isinstance(plan, Plan) else Text("impossible", style="red")
@@ -115,7 +113,7 @@ def draw_comparison(plans: Mapping[str, Plan | str], degraded_cost: float) -> Re
         )
         table.add_row(str(node), *cells, end_section=index == len(shown) - 1)
     for name, value in (
-        ("load", lambda plan: f"<= {plan.critical_load(degraded_cost):.2f}"),
+        ("load", lambda plan: f"<= {plan.critical_load:.2f}"),
         ("degraded", lambda plan: f"{len(plan.degraded)} of {plan.num_microbatches}"),
         ("dropped", lambda plan: f"{len(plan.dropped)} of {plan.num_microbatches}"),
     ):
@@ -202,16 +200,20 @@ def _cell(plan: Plan, node: int, stage: int, load_NS: np.ndarray) -> Text:
     return text.append(f" {load_NS[node, stage]:.2f}".rstrip(), style="dim")
 
 
-def _summary(plan: Plan, degraded_cost: float) -> Text:
+def _summary(plan: Plan) -> Text:
     """What the step costs and what its gradient is, in a line or two."""
     num_exact = plan.num_microbatches - len(plan.degraded) - len(plan.dropped)
-    parts = [f"{num_exact} exact", f"{len(plan.degraded)} degraded (cost {degraded_cost:g})"]
+    parts = [f"{num_exact} exact", f"{len(plan.degraded)} degraded (cost {_join_costs(plan)})"]
     if len(plan.dropped):
         parts.append(f"{len(plan.dropped)} dropped")
     return Text(
         f"{plan.num_microbatches} microbatches: {', '.join(parts)}\n"
-        f"critical load {plan.critical_load(degraded_cost):.2f} (1.00 is a healthy step)\n"
+        f"critical load {plan.critical_load:.2f} (1.00 is a healthy step)\n"
     )
+
+
+def _join_costs(plan: Plan) -> str:
+    return " or ".join(f"{cost:g}" for cost in plan.degraded_costs)
 
 
 def _detail_legend() -> Text:

@@ -10,7 +10,9 @@ Legend: N nodes, S stages of a node (1 where whole nodes fail), M microbatches, 
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -42,8 +44,10 @@ class Plan:
     """Policy that made the plan; under auto the one that it chose, reroute where there was nothing to choose."""
     assignee_MS: Int[np.ndarray, "M S"]
     """int32: the node that computes a stage of a microbatch; -1: dropped."""
-    degraded_MS: Bool[np.ndarray, "M S"]
-    """Whether the backward pass of a stage of a microbatch is degraded."""
+    level_MS: Int[np.ndarray, "M S"]
+    """int8: how far the backward pass of a stage of a microbatch is degraded; 0: exact, each level cheaper."""
+    degraded_costs: tuple[float, ...]
+    """Cost of a degraded microbatch at each level from 1 on, in exact ones."""
     executor_M: Int[np.ndarray, " M"]
     """int32: the node on whose sub-mesh the microbatch runs: its home if any stage of it lives, else the assignee
     of stage 0; -1: dropped."""
@@ -51,7 +55,7 @@ class Plan:
     """Why this policy: under auto, where there was something to choose."""
 
     def __post_init__(self) -> None:
-        for array in (self.live_NS, self.assignee_MS, self.degraded_MS, self.executor_M):
+        for array in (self.live_NS, self.assignee_MS, self.level_MS, self.executor_M):
             array.setflags(write=False)
 
     @property
@@ -73,6 +77,11 @@ class Plan:
     def home_M(self) -> Int[np.ndarray, " M"]:
         """int32: the node that computes a microbatch while all nodes are healthy."""
         return np.repeat(np.arange(self.num_nodes, dtype=np.int32), self.microbatches_per_node)
+
+    @functools.cached_property
+    def degraded_MS(self) -> Bool[np.ndarray, "M S"]:
+        """Whether the backward pass of a stage of a microbatch is degraded, at any level."""
+        return self.level_MS > 0
 
     @functools.cached_property
     def any_degraded_M(self) -> Bool[np.ndarray, " M"]:
@@ -119,45 +128,36 @@ class Plan:
         assignees = np.unique(self.assignee_MS[self.home_M == node, stage])
         return assignees[assignees >= 0]
 
-    def load_NS(self, degraded_cost: float) -> Float[np.ndarray, "N S"]:
-        """Work of each unit, 1.0 being its healthy step.
-
-        Args:
-          degraded_cost: cost of a degraded microbatch, in exact ones.
-
-        Returns:
-          float64[N, S]; 0 for units that are dead or idle.
-        """
+    @functools.cached_property
+    def load_NS(self) -> Float[np.ndarray, "N S"]:
+        """float64: work of each unit, 1.0 being its healthy step; 0 for units that are dead or idle."""
         microbatches, stages = np.nonzero(self.assignee_MS >= 0)
         nodes = self.assignee_MS[microbatches, stages]
         units = nodes * self.num_stages + self.covering_stage_NS[nodes, stages]
-        # Counted apart, so that a load is one rounded product and not a sum of rounded costs.
-        degraded = self.degraded_MS[microbatches, stages]
-        num_exact = np.bincount(units[~degraded], minlength=self.live_NS.size)
-        num_degraded = np.bincount(units[degraded], minlength=self.live_NS.size)
-        load = (num_exact + degraded_cost * num_degraded) / self.microbatches_per_node
-        return load.reshape(self.live_NS.shape)
+        # Counted by level, so that a load is a rounded product a level and not a sum of rounded costs.
+        level = self.level_MS[microbatches, stages]
+        work = np.zeros(self.live_NS.size)
+        for index, cost in enumerate((1.0, *self.degraded_costs)):
+            work += cost * np.bincount(units[level == index], minlength=self.live_NS.size)
+        return (work / self.microbatches_per_node).reshape(self.live_NS.shape)
 
-    def critical_load(self, degraded_cost: float) -> float:
-        """Largest load of a unit: the time of the step, in healthy steps.
-
-        Args:
-          degraded_cost: cost of a degraded microbatch, in exact ones.
-        """
-        return float(self.load_NS(degraded_cost).max())
+    @property
+    def critical_load(self) -> float:
+        """Largest load of a unit: the time of the step, in healthy steps."""
+        return float(self.load_NS.max())
 
     @property
     def degraded_share(self) -> float:
         """Share of what is computed, by microbatch and stage, that is degraded."""
         return float(self.degraded_MS[self.executor_M >= 0].mean())
 
-    def degraded_layers(self, num_layers: int) -> Bool[np.ndarray, "M L"]:
-        """Layers of each microbatch whose backward pass is degraded.
+    def layer_levels(self, num_layers: int) -> Int[np.ndarray, "M L"]:
+        """How far the backward pass of each layer of each microbatch is degraded, as ``level_MS``.
 
         Args:
           num_layers: layers of the model (L), at least as many as stages.
         """
-        return self.degraded_MS[:, stage_of_layers(num_layers, self.num_stages)]
+        return self.level_MS[:, stage_of_layers(num_layers, self.num_stages)]
 
     @functools.cached_property
     def _by_executor(self) -> tuple[Int[np.ndarray, " M"], Int[np.ndarray, " N1"]]:
@@ -171,7 +171,7 @@ def make_plan(
     policy: str,
     *,
     microbatches_per_node: int,
-    degraded_cost: float,
+    degraded_costs: Sequence[float],
     slack: float,
     auto: AutoConfig = _AUTO,
 ) -> Plan:
@@ -181,8 +181,8 @@ def make_plan(
       live_NS: live units.
       policy: neighbor, reroute, balanced, drop, or auto, which chooses among these.
       microbatches_per_node: microbatches of a node's slice, at least 1.
-      degraded_cost: cost of a degraded microbatch, in exact ones; positive, and at most 1 for balanced, which
-        degrades in order to save time.
+      degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; positive and decreasing,
+        and at most 1 for balanced, which degrades in order to save time, and alone goes beyond the first level.
       slack: load above a healthy step that balanced accepts, as a fraction of a healthy step; not negative.
       auto: what auto weighs; the plan of balanced that it considers has its max_slowdown as slack.
 
@@ -194,22 +194,22 @@ def make_plan(
       TooFewLiveNodesError: the live units cannot compute the step under this policy.
     """
     assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
-    _check_arguments(policy, microbatches_per_node, degraded_cost, slack)
+    _check_arguments(policy, microbatches_per_node, degraded_costs, slack)
     if policy == "auto" and live_NS.all():
         policy = _CANDIDATES[0]  # there is nothing to choose
     match policy:
         case "neighbor":
-            assignee_MS, degraded_MS = policies.neighbor(live_NS, microbatches_per_node)
+            assignee_MS, level_MS = policies.neighbor(live_NS, microbatches_per_node)
         case "auto":
-            return _choose_plan(live_NS, microbatches_per_node, degraded_cost, auto)
+            return _choose_plan(live_NS, microbatches_per_node, degraded_costs, auto)
         case "reroute":
-            assignee_MS, degraded_MS = policies.reroute(live_NS, microbatches_per_node)
+            assignee_MS, level_MS = policies.reroute(live_NS, microbatches_per_node)
         case "balanced":
-            assignee_MS, degraded_MS = policies.balanced(
-                live_NS, microbatches_per_node, degraded_cost=degraded_cost, slack=slack
+            assignee_MS, level_MS = policies.balanced(
+                live_NS, microbatches_per_node, degraded_costs=degraded_costs, slack=slack
             )
         case "drop":
-            assignee_MS, degraded_MS = policies.drop(live_NS, microbatches_per_node)
+            assignee_MS, level_MS = policies.drop(live_NS, microbatches_per_node)
         case _:
             raise AssertionError(policy)
     home_M = np.repeat(np.arange(live_NS.shape[0], dtype=np.int32), microbatches_per_node)
@@ -219,26 +219,27 @@ def make_plan(
         microbatches_per_node=microbatches_per_node,
         policy=policy,
         assignee_MS=assignee_MS,
-        degraded_MS=degraded_MS,
+        level_MS=level_MS,
+        degraded_costs=tuple(degraded_costs),
         executor_M=np.where(np.any(live_NS, axis=1)[home_M] & (first_M >= 0), home_M, first_M),
     )
 
 
 def _choose_plan(
-    live_NS: Bool[np.ndarray, "N S"], microbatches_per_node: int, degraded_cost: float, auto: AutoConfig
+    live_NS: Bool[np.ndarray, "N S"], microbatches_per_node: int, degraded_costs: Sequence[float], auto: AutoConfig
 ) -> Plan:
     """The plan of the policy that ``auto`` chooses; what others would cost is told beside, also if they may not be."""
     plans: dict[str, Plan] = {}
     impossible: TooFewLiveNodesError | None = None
     for policy in _CANDIDATES:
-        if policy == "balanced" and degraded_cost > 1:
+        if policy == "balanced" and degraded_costs[0] > 1:
             continue
         try:
             plans[policy] = make_plan(
                 live_NS,
                 policy,
                 microbatches_per_node=microbatches_per_node,
-                degraded_cost=degraded_cost,
+                degraded_costs=degraded_costs,
                 slack=auto.max_slowdown,
             )
         except TooFewLiveNodesError as error:
@@ -248,7 +249,7 @@ def _choose_plan(
         raise impossible
     prospects = {
         policy: estimate(
-            critical_load=plan.critical_load(degraded_cost),
+            critical_load=plan.critical_load,
             degraded_share=plan.degraded_share,
             num_dropped=len(plan.dropped),
             num_microbatches=plan.num_microbatches,
@@ -275,7 +276,7 @@ def stage_of_layers(num_layers: int, num_stages: int) -> Int[np.ndarray, " L"]:
     return np.arange(num_layers) * num_stages // num_layers
 
 
-def _check_arguments(policy: str, microbatches_per_node: int, degraded_cost: float, slack: float) -> None:
+def _check_arguments(policy: str, microbatches_per_node: int, degraded_costs: Sequence[float], slack: float) -> None:
     """Refuse what no plan can be made of, in the words of the config."""
     if policy not in POLICIES:
         nearest = difflib.get_close_matches(policy, POLICIES, n=1)
@@ -283,12 +284,15 @@ def _check_arguments(policy: str, microbatches_per_node: int, degraded_cost: flo
         raise ConfigError(f"faults.policy={policy!r}: unknown; {hint}set one of {', '.join(POLICIES)}")
     if microbatches_per_node < 1:
         raise ConfigError(f"train.microbatches_per_node={microbatches_per_node}: set 1 or more")
-    if not (0 < degraded_cost < math.inf):
-        raise ConfigError(f"faults.degraded_cost={degraded_cost:g}: set a number above 0 and at most 1")
-    if policy == "balanced" and degraded_cost > 1:
+    assert degraded_costs, "one level at least"
+    for cost, cheaper in itertools.pairwise((math.inf, *degraded_costs)):
+        if not (0 < cheaper < math.inf):
+            raise ConfigError(f"faults.degraded_cost={cheaper:g}: set a number above 0 and at most 1")
+        assert cheaper < cost, f"each level is cheaper than the one before: {degraded_costs}"
+    if policy == "balanced" and degraded_costs[0] > 1:
         raise ConfigError(
-            f"a degraded microbatch costs {degraded_cost:.3g} of an exact one, so faults.policy=balanced has nothing "
-            "to gain; set another policy, a faults.degraded_cost of at most 1, or cheaper switches in degraded"
+            f"a degraded microbatch costs {degraded_costs[0]:.3g} of an exact one, so faults.policy=balanced has "
+            "nothing to gain; set another policy, a faults.degraded_cost of at most 1, or cheaper switches in degraded"
         )
     if not (0 <= slack < math.inf):
         raise ConfigError(f"faults.slack={slack:g}: set 0 or more")
