@@ -13,6 +13,7 @@ from mecefo_jax.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    DegradedConfig,
     EvalConfig,
     FaultsConfig,
     MeshConfig,
@@ -31,6 +32,7 @@ SECTIONS = {
     "mesh": MeshConfig,
     "train": TrainConfig,
     "optim": OptimConfig,
+    "degraded": DegradedConfig,
     "basis": BasisConfig,
     "faults": FaultsConfig,
     "checkpoint": CheckpointConfig,
@@ -80,6 +82,10 @@ SECTIONS = {
         ("basis.refresh_every", 0),
         ("faults.slack", -0.1),
         ("faults.min_live_nodes", 0),
+        ("degraded.sampled_fractions", (0.0,)),
+        ("degraded.sampled_fractions", (1.5, 0.5)),
+        ("degraded.sampled_fractions", (0.25, 0.5)),
+        ("degraded.sampled_fractions", (0.5, 0.5)),
         ("faults.degraded_cost", 0.0),
         ("faults.degraded_cost", 1.5),
         ("faults.step_seconds", 0.0),
@@ -353,3 +359,10 @@ def test_live_failures_and_processes_need_each_other():
     with pytest.raises(ConfigError, match="faults.granularity: got stage"):
         faults = FaultsConfig(scenario="live", granularity="stage", num_stages=2)
         Config(model=ModelConfig(num_layers=4), cluster=cluster, faults=faults)
+
+
+def test_fractions_that_draw_as_many_tokens_are_refused():
+    switches = DegradedConfig(low_rank=False, sampled_fractions=(0.5, 0.49))
+    with pytest.raises(ConfigError, match=r"^degraded\.sampled_fractions: .*seq_len \(16\).*different numbers"):
+        Config(data=DataConfig(seq_len=16), degraded=switches)
+    assert Config(data=DataConfig(seq_len=256), degraded=switches).degraded.drawn_tokens(256) == (128, 125)

@@ -125,10 +125,10 @@ def test_settings_are_all_there_by_dotted_name():
 def test_config_files_from_when_there_were_other_switches():
     """Off they mean nothing; on they cannot be obeyed."""
     old = to_dict(Config())
-    old["degraded"] |= {"low_rank_attention": False, "complement": False}
+    old["degraded"] |= {"low_rank_attention": False, "complement": False, "sampled_fraction": 0.0}
     assert from_dict(old) == Config()
     assert check_identity(old, to_dict(Config())) == []
     old["degraded"]["complement"] = True
     for read in (from_dict, lambda settings: check_identity(settings, to_dict(Config()))):
-        with pytest.raises(ConfigError, match=r"degraded\.complement: this switch was taken out"):
+        with pytest.raises(ConfigError, match=r"degraded\.complement: this setting was taken out"):
             read(old)

@@ -63,7 +63,7 @@ def test_bases_of_all_nodes_are_refreshed_at_the_same_time():
     assert basis_state(executor.state.opt_state).refreshes == 20
 
 
-SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=0.5)
+SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(0.5,))
 
 
 @pytest.mark.parametrize("degraded", [DegradedConfig(), SAMPLED], ids=["paper", "sampled"])

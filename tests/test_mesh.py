@@ -47,7 +47,7 @@ def test_reassignment_gives_each_microbatch_to_one_live_submesh(data):
     live = np.array(data.draw(st.lists(st.booleans(), min_size=num_nodes, max_size=num_nodes)))
     live[data.draw(st.integers(0, num_nodes - 1))] = True
     policy = data.draw(st.sampled_from(["neighbor", "reroute", "balanced"]))
-    plan = make_plan(live[:, None], policy, microbatches_per_node=3, degraded_cost=0.5, slack=0.0)
+    plan = make_plan(live[:, None], policy, microbatches_per_node=3, degraded_costs=[0.5], slack=0.0)
     work = reassign(cluster, plan)
     assert set(work) == {cluster.submesh_of(node) for node in np.flatnonzero(live)}
     ids = np.concatenate([np.concatenate([share.exact, share.degraded]) for share in work.values()])

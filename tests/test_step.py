@@ -58,7 +58,7 @@ def check_against_naive(config: Config, plan) -> None:
         assert_trees_equal(first, other)
     bases = basis_state(executor.state.opt_state).bases
     sums = jax.tree.map(lambda leaf: leaf[0], first)
-    check_sums(config, sums, executor.state.params, bases, plan.degraded_layers(LAYERS), plan.executor_M >= 0)
+    check_sums(config, sums, executor.state.params, bases, plan.layer_levels(LAYERS) > 0, plan.executor_M >= 0)
 
 
 def check_sums(config: Config, sums, params, bases, degraded_ML, computed_M) -> None:
@@ -104,7 +104,7 @@ def test_each_switch_alone_and_together(switches, remat):
         skip_attention="m" in switches,
         remat_ffn="r" in switches,
         low_rank="l" in switches,
-        sampled_fraction=float("s" in switches),
+        sampled_fractions=(1.0,) if "s" in switches else (),
     )
     config = tiny_config(degraded=degraded)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
@@ -112,7 +112,7 @@ def test_each_switch_alone_and_together(switches, remat):
     batch = NodeBatch(
         tokens_SBT=jnp.asarray(microbatches()[5:7]),
         ids_S=jnp.array([5, 6]),
-        degraded_SL=jnp.array([[False] * LAYERS, [True] * LAYERS]),
+        level_SL=jnp.array([[0] * LAYERS, [1] * LAYERS], jnp.int8),
         num_exact=jnp.int32(1),
         num_degraded=jnp.int32(1),
     )
@@ -122,11 +122,34 @@ def test_each_switch_alone_and_together(switches, remat):
     check_sums(config, sums, params, bases, degraded_ML, computed_M)
 
 
-ALL_SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=1.0)
+ALL_SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(1.0,))
+
+
+@pytest.mark.parametrize("layer_masks", ["all", "by_layer"])
+def test_each_microbatch_has_its_own_level(layer_masks):
+    """In one call with two fractions to choose from: what calls with one fraction each give, together."""
+
+    def gradients(fractions, ids, levels):
+        switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=fractions)
+        config = tiny_config(degraded=switches)
+        params, bases = random_params_and_bases(config)
+        batch = NodeBatch(
+            tokens_SBT=jnp.asarray(microbatches()[ids]),
+            ids_S=jnp.array(ids),
+            level_SL=jnp.repeat(jnp.array(levels, jnp.int8)[:, None], LAYERS, axis=1),
+            num_exact=jnp.int32(0),
+            num_degraded=jnp.int32(len(ids)),
+        )
+        return jax.jit(node_gradients, static_argnums=(3, 4))(params, bases, batch, config, layer_masks).grads
+
+    found = gradients((0.5, 0.25), [5, 6, 7], [2, 1, 2])
+    expected = jax.tree.map(jnp.add, gradients((0.25,), [5, 7], [1, 1]), gradients((0.5,), [6], [1]))
+    for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
 
 
 def test_the_same_tokens_are_drawn_inside_sharded_nodes():
-    half = dataclasses.replace(ALL_SAMPLED, sampled_fraction=0.5)
+    half = dataclasses.replace(ALL_SAMPLED, sampled_fractions=(0.75, 0.5))
     sums = []
     for mesh in (ONE_DEVICE, FOUR_DEVICES):
         config = tiny_config(mesh, degraded=half)
@@ -160,7 +183,7 @@ def test_stages_with_samples_in_degraded_layers():
 def check_stages(dead, policy, degraded: DegradedConfig) -> None:
     config = tiny_config(faults=FaultsConfig(granularity="stage", num_stages=3), degraded=degraded)
     plan = plan_for(dead, policy, config)
-    degraded_ML = plan.degraded_layers(LAYERS)
+    degraded_ML = plan.layer_levels(LAYERS) > 0
     if policy == "neighbor" and dead:
         assert degraded_ML.any() and not degraded_ML[degraded_ML.any(axis=1)].all()
     check_against_naive(config, plan)

@@ -45,7 +45,7 @@ def plan_for(dead, policy: str, config: Config) -> Plan:
     for unit in dead:
         live[unit] = False
     per_node = config.train.microbatches_per_node
-    return make_plan(live, policy, microbatches_per_node=per_node, degraded_cost=0.6, slack=0.1)
+    return make_plan(live, policy, microbatches_per_node=per_node, degraded_costs=[0.6], slack=0.1)
 
 
 def make_executor(config: Config) -> Executor:

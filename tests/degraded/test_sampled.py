@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mecefo_jax.config import DegradedConfig, ModelConfig
 from mecefo_jax.degraded.block import degraded_block
-from mecefo_jax.degraded.sampled import draw, offsets, sampled_linear
+from mecefo_jax.degraded.sampled import Sample, draw, offsets, sampled_linear
 from mecefo_jax.layers import rotary
 from mecefo_jax.model import Block, exact_block
 
@@ -27,7 +27,11 @@ def random(shape, seed, dtype=jnp.float32):
 
 def weight_gradient(x_BTD, g_BTF, offset_B, num_drawn):
     w_DF = jnp.zeros((x_BTD.shape[-1], g_BTF.shape[-1]))
-    return jax.vjp(lambda w: sampled_linear(x_BTD, w, offset_B, num_drawn), w_DF)[1](g_BTF)[0]
+    return jax.vjp(lambda w: sampled_linear(x_BTD, w, sample(offset_B), (num_drawn,)), w_DF)[1](g_BTF)[0]
+
+
+def sample(offset_B, level=1):
+    return Sample(offset_B, jnp.int8(level))
 
 
 def in_the_mean(function, num_sequences):
@@ -43,6 +47,19 @@ def test_the_mean_over_offsets_is_the_exact_weight_gradient(num_drawn):
     assert np.linalg.norm(found - exact) <= 1e-2 * np.linalg.norm(exact)
 
 
+def test_the_level_says_how_many_tokens_are_drawn():
+    x, g, offset_B = random((B, T, D), 13), random((B, T, F), 14), jnp.array([0.1, 0.5, 0.9])
+
+    @jax.jit
+    def gradient(level):
+        w_DF = jnp.zeros((D, F))
+        return jax.vjp(lambda w: sampled_linear(x, w, sample(offset_B, level), (9, 6, 2)), w_DF)[1](g)[0]
+
+    for level, num_drawn in ((0, 9), (1, 9), (2, 6), (3, 2)):
+        expected = weight_gradient(x, g, offset_B, num_drawn)
+        np.testing.assert_allclose(gradient(level), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("offset", [0.0, 0.3, 0.999])
 def test_a_sample_of_all_tokens_is_exact_at_any_offset(offset):
     x, g = random((B, T, D), 2), random((B, T, F), 3)
@@ -52,7 +69,7 @@ def test_a_sample_of_all_tokens_is_exact_at_any_offset(offset):
 
 def test_the_output_and_the_input_gradient_are_exact_bit_for_bit():
     x, w, g = random((B, T, D), 4), random((D, F), 5), random((B, T, F), 6)
-    y, pullback = jax.vjp(lambda x: sampled_linear(x, w, jnp.zeros(B), 2), x)
+    y, pullback = jax.vjp(lambda x: sampled_linear(x, w, sample(jnp.zeros(B)), (2,)), x)
     np.testing.assert_array_equal(y, x @ w)
     np.testing.assert_array_equal(pullback(g)[0], g @ w.T)
 
@@ -109,14 +126,14 @@ def test_less_noise_than_a_uniform_sample():
 
 
 def test_a_block_has_exact_input_and_norm_gradients_and_unbiased_kernels():
-    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fraction=0.25)
+    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(0.25,))
     config = ModelConfig(hidden_size=8, ffn_size=12, num_layers=1, num_heads=2, max_seq_len=T)
     block = Block(config, rngs=nnx.Rngs(0))
     x, g, positions = random((B, T, 8), 11), random((B, T, 8), 12), rotary(T, 4, config.rope_base)
     exact = jax.vjp(lambda block, x: exact_block(block, x, positions), block, x)[1](g)
 
     def degraded(offset_B):
-        apply = lambda block, x: degraded_block(block, x, positions, None, None, offset_B, switches, "none")  # noqa: E731
+        apply = lambda block, x: degraded_block(block, x, positions, None, None, sample(offset_B), switches, "none")  # noqa: E731
         return jax.vjp(apply, block, x)[1](g)
 
     once = degraded(jnp.zeros(B))

@@ -116,7 +116,7 @@ def test_failures_have_the_gradient_of_the_naive_reference(policy, stages):
         state.params,
         bases,
         batch(),
-        plan.degraded_layers(LAYERS),
+        plan.layer_levels(LAYERS),
         plan.executor_M >= 0,
         config.model,
         objective=naive_loss,

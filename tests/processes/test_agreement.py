@@ -120,7 +120,10 @@ def test_an_evaluation_is_complete_before_the_next_step():
     assert round_of(said).action == "step"
 
 
-@pytest.mark.parametrize("said", [facts(), facts(exact=None), facts(waiting=((5, 50),), evaluated={"3": (0.5, 7)})])
+@pytest.mark.parametrize(
+    "said",
+    [facts(degraded=(4, 5), levels=(2, 1)), facts(exact=None), facts(waiting=((5, 50),), evaluated={"3": (0.5, 7)})],
+)
 def test_facts_and_views_survive_the_way_through_text(said):
     assert Facts.from_json(said.to_json()) == said
     view = round_of(healthy()).view

@@ -20,11 +20,11 @@ class Told:
 
 def test_a_takeover_says_what_auto_chose_and_why():
     live_NS = np.array([[True], [False], [True], [True]])
-    told, settings = Told(), {"microbatches_per_node": 4, "degraded_cost": 0.6, "slack": 0.0}
+    told, settings = Told(), {"microbatches_per_node": 4, "degraded_costs": [0.6], "slack": 0.0}
     timeline = Timeline(Progress(), told)
     for policy in ("auto", "drop"):
         plan = make_plan(live_NS, policy, **settings, auto=AutoConfig(max_slowdown=0.5))
-        timeline.takeover(7, plan, 0.6, [0, 2, 3])
+        timeline.takeover(7, plan, [0, 2, 3])
     chosen, fixed = told.events
     assert (chosen["policy"], chosen["live_nodes"], chosen["taken_over"]) == ("reroute", 3, 4)
     assert chosen["chosen_for"] == "least error within 0.5 of extra time"

@@ -45,17 +45,15 @@ def test_a_step_in_pieces_is_the_step_of_the_emulated_cluster(mesh):
     worker, number = make_worker(config), config.num_microbatches
     worker.compile()
     degraded = np.arange(number) >= number - 4
-    degraded_ML = np.repeat(degraded[:, None], LAYERS, axis=1)
-    first = worker.sums(0, Work(np.arange(5), np.arange(0)), degraded_ML, source)
-    both = worker.sums(
-        0, Work(np.arange(5, number - 4), np.arange(number - 4, number)), degraded_ML, source, onto=first
-    )
+    level_ML = np.repeat(degraded[:, None], LAYERS, axis=1)
+    first = worker.sums(0, Work(np.arange(5), np.arange(0)), level_ML, source)
+    both = worker.sums(0, Work(np.arange(5, number - 4), np.arange(number - 4, number)), level_ML, source, onto=first)
     metrics = worker.update(both)
     assert worker.model_compilations == 2 and (metrics.computed_M == 1).all()
 
     executor = make_executor(config)
     plan = plan_for([], "neighbor", config)
-    expected = executor.train_step(0, dataclasses.replace(plan, degraded_MS=degraded[:, None]), source)
+    expected = executor.train_step(0, dataclasses.replace(plan, level_MS=degraded[:, None].astype(np.int8)), source)
     assert float(expected.loss) == float(metrics.loss)  # by microbatch, so the pieces do not matter
     # Sums of 16 gradients in another order: some ulp of their largest term.
     np.testing.assert_allclose(metrics.grad_norm, expected.grad_norm, rtol=1e-5)

@@ -52,7 +52,7 @@ WIDE = dataclasses.replace(
 
 
 VARIANTS = TECHNIQUES | {
-    "s": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank=False, sampled_fraction=0.5),
+    "s": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank=False, sampled_fractions=(0.5,)),
 }
 
 
@@ -133,7 +133,7 @@ def test_plain_step_trains_as_the_executor_does():
     microbatch = random_microbatches(config, VOCAB)
     plain = PlainTrainer(config, state, cluster, adamw(config))
     executor = Executor(config, cluster, state)
-    plan = make_plan(np.ones((2, 1), bool), "reroute", microbatches_per_node=2, degraded_cost=0.5, slack=0.1)
+    plan = make_plan(np.ones((2, 1), bool), "reroute", microbatches_per_node=2, degraded_costs=[0.5], slack=0.1)
     losses = []
     for step in range(4):
         plain_loss = float(plain.train_step(step, microbatch))

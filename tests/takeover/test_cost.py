@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mecefo_jax.config import DegradedConfig, ModelConfig
-from mecefo_jax.takeover.cost import degraded_cost, degraded_flops, exact_flops
+from mecefo_jax.config import Config, DegradedConfig, FaultsConfig, ModelConfig
+from mecefo_jax.membership import run_degraded_costs
+from mecefo_jax.takeover.cost import degraded_costs, degraded_flops, exact_flops
 
 # D = 4, F = 6, L = 2, two heads of which one for keys and values; b = 10 tokens, T = 5, V = 7.
 TINY = {"hidden_size": 4, "ffn_size": 6, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
@@ -66,7 +67,7 @@ def test_degraded_by_hand(switches, remat, backward):
         skip_attention="m" in switches,
         remat_ffn="r" in switches,
         low_rank="l" in switches,
-        sampled_fraction=0.5 if "s" in switches else 0.0,
+        sampled_fractions=(0.5,) if "s" in switches else (),
     )
     expected = 2 * (ATTENTION + FFN + backward) + HEAD
     assert degraded_flops(ModelConfig(**TINY, remat=remat), degraded, rank=3, **SIZES) == pytest.approx(
@@ -76,16 +77,32 @@ def test_degraded_by_hand(switches, remat, backward):
 
 @pytest.mark.parametrize("remat", ["none", "ffn", "block"])
 def test_with_all_switches_off_a_degraded_microbatch_costs_as_much(remat):
-    assert degraded_cost(ModelConfig(**TINY, remat=remat), NOTHING, rank=3, **SIZES) == 1.0
+    assert degraded_costs(ModelConfig(**TINY, remat=remat), NOTHING, rank=3, **SIZES) == (1.0,)
+
+
+def test_each_fraction_is_a_level_of_its_own_cost():
+    def costs(*fractions):
+        degraded = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=fractions)
+        return degraded_costs(ModelConfig(**TINY), degraded, rank=3, **SIZES)
+
+    assert costs(0.75, 0.5, 0.25) == (*costs(0.75), *costs(0.5), *costs(0.25))
+    assert costs(0.75) > costs(0.5) > costs(0.25)
+
+
+def test_where_the_first_cost_is_configured_the_others_follow_in_proportion():
+    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(0.75, 0.25))
+    counted = run_degraded_costs(Config(degraded=switches), 256)
+    told = run_degraded_costs(Config(degraded=switches, faults=FaultsConfig(degraded_cost=0.97)), 256)
+    assert told[0] == 0.97 and told[1] / told[0] == pytest.approx(counted[1] / counted[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("degraded", ALL_SWITCHES)
 def test_rank_is_clipped_to_the_input_size_of_each_weight(degraded):
     model = ModelConfig(**TINY)
-    at_largest_input = degraded_cost(model, degraded, rank=6, **SIZES)
-    assert degraded_cost(model, degraded, rank=1000, **SIZES) == at_largest_input
+    at_largest_input = degraded_costs(model, degraded, rank=6, **SIZES)
+    assert degraded_costs(model, degraded, rank=1000, **SIZES) == at_largest_input
     if degraded.low_rank:
-        assert degraded_cost(model, degraded, rank=5, **SIZES) < at_largest_input
+        assert degraded_costs(model, degraded, rank=5, **SIZES) < at_largest_input
 
 
 @settings(deadline=None)
@@ -101,7 +118,7 @@ def test_skipping_attention_and_a_low_rank_always_save_and_recomputing_always_co
 
     def cost(switches):
         degraded = DegradedConfig(skip_attention="m" in switches, remat_ffn="r" in switches, low_rank="l" in switches)
-        return degraded_cost(model, degraded, rank=rank, **sizes)
+        return degraded_costs(model, degraded, rank=rank, **sizes)[0]
 
     for r in ("", "r"):
         assert cost("m" + r) < cost(r)
@@ -117,8 +134,8 @@ def test_the_paper_s_7b_by_hand():
     sizes = {"rank": 128, "microbatch_tokens": 4096, "seq_len": 256, "vocab_size": 32000}
     ml = DegradedConfig(remat_ffn=False)
     expected = (138.41 + 270.53 + 270.53 + 11.60 + 24.58) / (3 * (138.41 + 270.53) + 24.58)
-    assert degraded_cost(model, ml, **sizes) == pytest.approx(expected, rel=1e-4)
+    assert degraded_costs(model, ml, **sizes)[0] == pytest.approx(expected, rel=1e-4)
     block = ModelConfig(hidden_size=4096, ffn_size=11008, num_layers=32, num_heads=32, remat="block")
     recomputed = 138.41 + 180.36
     expected = (138.41 + 270.53 + 270.53 + 11.60 + 180.36 + 24.58) / (3 * (138.41 + 270.53) + recomputed + 24.58)
-    assert degraded_cost(block, DegradedConfig(), **sizes) == pytest.approx(expected, rel=1e-4)
+    assert degraded_costs(block, DegradedConfig(), **sizes)[0] == pytest.approx(expected, rel=1e-4)

@@ -84,8 +84,8 @@ def test_no_line_is_wider_than_the_terminal_and_large_clusters_are_cut_short(cap
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_boxes_of_all_units_are_the_plan(policy):
     live_NS = np.array([[True, False, True], [True, True, True], [False, True, True], [True, True, True]])
-    plan = make_plan(live_NS, policy, microbatches_per_node=3, degraded_cost=0.6, slack=0.1)
-    load_NS = plan.load_NS(0.6)
+    plan = make_plan(live_NS, policy, microbatches_per_node=3, degraded_costs=[0.6], slack=0.1)
+    load_NS = plan.load_NS
     for node, stage in np.argwhere(live_NS):
         boxes = boxes_of(plan, node, stage)
         assert sum(0.6 if item.degraded else 1.0 for item in boxes) == pytest.approx(3 * load_NS[node, stage])

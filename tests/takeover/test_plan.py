@@ -1,5 +1,6 @@
 """Invariants of plans, for every policy and any set of live units."""
 
+import dataclasses
 import fractions
 import math
 import time
@@ -22,14 +23,18 @@ SLICES = st.integers(1, 5)
 POLICY = st.sampled_from(POLICIES)
 
 
-def plan_of(live_NS, policy, microbatches_per_node=4, degraded_cost=0.6, slack=0.1) -> Plan:
+def plan_of(live_NS, policy, microbatches_per_node=4, degraded_costs=(0.6,), slack=0.1) -> Plan:
     return make_plan(
         np.asarray(live_NS, dtype=bool),
         policy,
         microbatches_per_node=microbatches_per_node,
-        degraded_cost=degraded_cost,
+        degraded_costs=degraded_costs,
         slack=slack,
     )
+
+
+def load_at(plan: Plan, degraded_cost: float) -> np.ndarray:
+    return dataclasses.replace(plan, degraded_costs=(degraded_cost,)).load_NS
 
 
 def plan_or_skip(live_NS, policy, microbatches_per_node, **costs) -> Plan:
@@ -75,13 +80,13 @@ def test_every_microbatch_runs_exactly_once_on_a_node_with_a_live_stage(live_NS,
 @given(live_NS=LIVE_UNITS, policy=POLICY, per_node=SLICES)
 def test_dead_units_get_nothing_and_the_work_adds_up(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
-    load_NS = plan.load_NS(1.0)
+    load_NS = load_at(plan, 1.0)
     assert load_NS.shape == live_NS.shape
     np.testing.assert_array_equal(load_NS[~live_NS], 0)
     computed = plan.num_microbatches - len(plan.dropped)
     assert load_NS.sum() * per_node == pytest.approx(computed * plan.num_stages)
     # A half-price degraded microbatch shows how many of them there are.
-    saved = (load_NS - plan.load_NS(0.5)).sum() * per_node * 2
+    saved = (load_NS - load_at(plan, 0.5)).sum() * per_node * 2
     assert saved == pytest.approx(plan.degraded_MS.sum())
 
 
@@ -90,10 +95,10 @@ def test_dead_units_get_nothing_and_the_work_adds_up(live_NS, policy, per_node):
 def test_a_plan_is_a_pure_function_and_read_only(live_NS, policy, per_node):
     plan = plan_or_skip(live_NS, policy, per_node)
     again = plan_of(live_NS.copy(), policy, per_node)
-    for name in ("live_NS", "assignee_MS", "degraded_MS", "executor_M"):
+    for name in ("live_NS", "assignee_MS", "level_MS", "executor_M"):
         np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
         assert not getattr(plan, name).flags.writeable
-    assert plan.assignee_MS.dtype == plan.executor_M.dtype == np.int32 and plan.degraded_MS.dtype == bool
+    assert plan.assignee_MS.dtype == plan.executor_M.dtype == np.int32 and plan.level_MS.dtype == np.int8
     live_NS[:] = ~live_NS
     np.testing.assert_array_equal(plan.live_NS, again.live_NS)
 
@@ -107,8 +112,8 @@ def test_when_all_are_healthy_each_node_does_its_slice_exactly(shape, policy, pe
         exact, degraded = plan.microbatches_of(node)
         np.testing.assert_array_equal(exact, np.arange(node * per_node, (node + 1) * per_node))
         assert degraded.size == 0
-    np.testing.assert_array_equal(plan.load_NS(0.3), np.ones(shape))
-    assert plan.critical_load(0.3) == 1.0
+    np.testing.assert_array_equal(plan.load_NS, np.ones(shape))
+    assert plan.critical_load == 1.0
 
 
 @settings(deadline=None)
@@ -163,7 +168,7 @@ def test_neighbor_equals_a_walk_around_the_rings(live_NS, per_node):
         assert set(plan.assignee_MS[microbatch]) == {assignee[home]}
         for stage in range(num_stages):
             assert plan.degraded_MS[microbatch, stage] == ((home, stage) in degraded)
-    np.testing.assert_allclose(plan.load_NS(1.0), count)
+    np.testing.assert_allclose(load_at(plan, 1.0), count)
 
 
 @settings(deadline=None)
@@ -188,7 +193,7 @@ def test_drop_leaves_out_the_slices_of_cut_nodes_and_nothing_else(live_NS, per_n
         plan.assignee_MS, np.where(cut_M, -1, plan.home_M)[:, None].repeat(plan.num_stages, 1)
     )
     assert not plan.degraded_MS.any()
-    assert set(plan.load_NS(0.5).reshape(-1)) <= {0.0, 1.0}
+    assert set(plan.load_NS.reshape(-1)) <= {0.0, 1.0}
 
 
 @settings(max_examples=200, deadline=None)
@@ -203,7 +208,7 @@ def test_balanced_degrades_the_fewest_that_keep_each_unit_within_its_slack(
 ):
     # In exact arithmetic, so that a limit that is met to the last bit counts as met.
     cost, slack = fractions.Fraction(cost_percent, 100), fractions.Fraction(slack_percent, 100)
-    plan = plan_or_skip(live_NS, "balanced", per_node, degraded_cost=cost_percent / 100, slack=slack_percent / 100)
+    plan = plan_or_skip(live_NS, "balanced", per_node, degraded_costs=[cost_percent / 100], slack=slack_percent / 100)
     np.testing.assert_array_equal(plan.assignee_MS, plan_of(live_NS, "reroute", per_node).assignee_MS)
     limit = (1 + slack) * per_node
     for node, stage in np.argwhere(live_NS):
@@ -213,7 +218,43 @@ def test_balanced_degrades_the_fewest_that_keep_each_unit_within_its_slack(
         impossible = 0 if cost == 1 else count
         assert num_degraded == (min(enough) if enough else impossible)
         if enough:
-            assert plan.load_NS(float(cost))[node, stage] <= (1 + float(slack)) * (1 + 1e-9)
+            assert plan.load_NS[node, stage] <= (1 + float(slack)) * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(
+    live_NS=LIVE_UNITS,
+    per_node=SLICES,
+    cost_percents=st.lists(st.integers(1, 99), min_size=2, max_size=4, unique=True),
+    slack_percent=st.integers(0, 100),
+)
+def test_balanced_goes_no_further_down_the_levels_than_a_unit_needs(live_NS, per_node, cost_percents, slack_percent):
+    cost_percents.sort(reverse=True)
+    costs = [fractions.Fraction(percent, 100) for percent in (100, *cost_percents)]
+    degraded_costs = [percent / 100 for percent in cost_percents]
+    plan = plan_or_skip(live_NS, "balanced", per_node, degraded_costs=degraded_costs, slack=slack_percent / 100)
+    limit = (1 + fractions.Fraction(slack_percent, 100)) * per_node
+    for node, stage in np.argwhere(live_NS):
+        mine_M = plan.assignee_MS[:, stage] == node
+        levels = sorted(plan.level_MS[mine_M, stage].tolist())
+        work = sum(costs[level] for level in levels)
+        assert plan.load_NS[node, stage] * per_node == pytest.approx(float(work))
+        if work > limit:
+            assert levels == [len(cost_percents)] * len(levels)  # all as far as can be
+            continue
+        assert levels[-1] - levels[0] <= 1
+        if levels[-1] > 0:  # one more a level less would be too much
+            assert work - costs[levels[-1]] + costs[levels[-1] - 1] > limit
+
+
+def test_levels_by_hand():
+    """Five microbatches in the time of four: at 0.9 all are 4.5, at 0.8 they are 4; then 4.4 with one at 0.8."""
+    live_NS = nodes_alive(5, 0)
+    assert plan_of(live_NS, "balanced", degraded_costs=[0.9, 0.8, 0.5], slack=0.0).load_NS.max() == 1.0
+    plan = plan_of(live_NS, "balanced", degraded_costs=[0.9, 0.8, 0.5], slack=0.1)
+    assert plan.critical_load == pytest.approx(1.1)
+    assert list(plan.level_MS[:, 0]) == [2] * 4 + [1] * 16  # those taken over first
+    assert plan_of(live_NS, "neighbor", degraded_costs=[0.9, 0.8, 0.5]).level_MS.max() == 1
 
 
 @settings(deadline=None)
@@ -228,14 +269,14 @@ def test_one_of_eight_by_hand():
     neighbor = plan_of(live_NS, "neighbor")
     exact, degraded = neighbor.microbatches_of(4)
     assert exact.size == 0 and list(degraded) == [12, 13, 14, 15, 16, 17, 18, 19]
-    assert neighbor.critical_load(0.6) == pytest.approx(1.2)
+    assert neighbor.critical_load == pytest.approx(1.2)
     reroute = plan_of(live_NS, "reroute")
-    assert list(reroute.taken_over) == [12, 13, 14, 15] and reroute.critical_load(0.6) == 1.25
+    assert list(reroute.taken_over) == [12, 13, 14, 15] and reroute.critical_load == 1.25
     balanced = plan_of(live_NS, "balanced")
     # Five microbatches against a limit of 4.4: one degraded leaves 4.6, two leave 4.2.
-    assert len(balanced.degraded) == 8 and balanced.critical_load(0.6) == pytest.approx(1.05)
+    assert len(balanced.degraded) == 8 and balanced.critical_load == pytest.approx(1.05)
     drop = plan_of(live_NS, "drop")
-    assert list(drop.dropped) == [12, 13, 14, 15] and drop.critical_load(0.6) == 1.0
+    assert list(drop.dropped) == [12, 13, 14, 15] and drop.critical_load == 1.0
 
 
 @pytest.mark.parametrize(
@@ -273,10 +314,10 @@ def test_stage_neighbor_degrades_just_the_dead_stage_and_its_cover():
     expected_MS = np.zeros((6, 4), dtype=bool)
     expected_MS[2:4, [3, 0]] = True
     np.testing.assert_array_equal(plan.degraded_MS, expected_MS)
-    np.testing.assert_allclose(plan.load_NS(0.6), [[1, 1, 1, 1], [1.2, 1, 1, 0], [1, 1, 1, 1]])
-    expected_ML = np.zeros((6, 8), dtype=bool)
-    expected_ML[2:4, [6, 7, 0, 1]] = True
-    np.testing.assert_array_equal(plan.degraded_layers(8), expected_ML)
+    np.testing.assert_allclose(plan.load_NS, [[1, 1, 1, 1], [1.2, 1, 1, 0], [1, 1, 1, 1]])
+    expected_ML = np.zeros((6, 8), dtype=int)
+    expected_ML[2:4, [6, 7, 0, 1]] = 1
+    np.testing.assert_array_equal(plan.layer_levels(8), expected_ML)
 
 
 @settings(deadline=None)
@@ -314,10 +355,10 @@ def test_drop_with_every_node_cut_is_too_few():
     [
         ({"policy": "neighbour"}, "did you mean neighbor"),
         ({"policy": "xyz"}, "unknown; set one of neighbor, reroute"),
-        ({"degraded_cost": 0.0}, "degraded_cost=0"),
-        ({"degraded_cost": -0.5}, "degraded_cost=-0.5"),
-        ({"degraded_cost": math.nan}, "degraded_cost=nan"),
-        ({"degraded_cost": 1.5, "policy": "balanced"}, "costs 1.5 of an exact one"),
+        ({"degraded_costs": [0.0]}, "degraded_cost=0"),
+        ({"degraded_costs": [-0.5]}, "degraded_cost=-0.5"),
+        ({"degraded_costs": [math.nan]}, "degraded_cost=nan"),
+        ({"degraded_costs": [1.5], "policy": "balanced"}, "costs 1.5 of an exact one"),
         ({"slack": -0.1}, "slack=-0.1"),
         ({"slack": math.inf}, "slack=inf"),
         ({"microbatches_per_node": 0}, "microbatches_per_node=0"),
@@ -346,7 +387,7 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
             live_NS,
             "auto",
             microbatches_per_node=settings.pop("per_node", 4),
-            degraded_cost=settings.pop("cost", 0.6),
+            degraded_costs=[settings.pop("cost", 0.6)],
             slack=0.0,
             auto=AutoConfig(**settings),
         )
@@ -364,7 +405,7 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
     assert balanced.policy == "balanced"
     assert balanced.choice.prospects["balanced"].error == pytest.approx(0.5 * 8 / 32)
     same = plan_of(one_of_eight, "balanced", slack=0.05)
-    np.testing.assert_array_equal(balanced.degraded_MS, same.degraded_MS)
+    np.testing.assert_array_equal(balanced.level_MS, same.level_MS)
 
     half = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.5)
     assert half.policy == "balanced" and "progress" in half.choice.reason  # 8 degraded ones on each: 1.2, as neighbor
