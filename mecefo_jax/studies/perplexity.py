@@ -1,7 +1,7 @@
 """Perplexity under the paper's scenarios, by policy and backward pass, where whole nodes fail and where stages do."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
@@ -22,7 +22,7 @@ from mecefo_jax.studies.small_runs import (
     train,
 )
 from mecefo_jax.studies.study import Cell, Row, Study
-from mecefo_jax.studies.trained import Condition, compare, comparison_table
+from mecefo_jax.studies.trained import Condition, compare, comparison_table, exponent_of_steps
 
 SCENARIOS = ("low", "mid", "high")
 _MAIN: tuple[Variant, ...] = (
@@ -40,6 +40,8 @@ _EXACT: Variant = ("reroute", None, None)
 VARIANTS = (*_MAIN, *_OTHERS, *_PAPER, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
+_SHORTER = 2 / 3
+"""Fraction of the steps of a failure-free run that shows what steps are worth."""
 _BASELINE = {"scenario": "none", "fails": "node", **dict.fromkeys(VARIANT)}
 
 
@@ -51,6 +53,7 @@ def cells(quick: bool) -> list[Cell]:
     """
     seeds = range(1 if quick else 3)
     found = [_cell("1M", "node", "none", FAILURE_FREE, seed, quick) for seed in seeds]
+    found += [_cell("1M", "node", "shorter", FAILURE_FREE, seed, quick) for seed in seeds]
     under_high: tuple[tuple[tuple[Variant, ...], Granularity], ...] = (
         (_MAIN, "node"),
         (_PAPER, "node"),
@@ -71,7 +74,16 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def _cell(size: Size, fails: Granularity, scenario: str, variant: Variant, seed: int, quick: bool) -> Cell:
-    config = small_run(size, fails, seed=seed, quick=quick, scenario=scenario, variant=variant)
+    is_shorter = scenario == "shorter"
+    config = small_run(
+        size,
+        fails,
+        seed=seed,
+        quick=quick,
+        scenario="none" if is_shorter else scenario,
+        fraction=_SHORTER if is_shorter else 1.0,
+        variant=variant,
+    )
     labels = {"size": size, "fails": fails, "scenario": scenario, "seed": seed}
     return Cell(labels=labels | dict(zip(VARIANT, variant, strict=True)), config=config, measure=train)
 
@@ -87,29 +99,40 @@ def report(rows: Sequence[Row]) -> str:
         f"{SLACK:.0%} more than that, but nothing more with `sampled to 1/8`. Steps that a policy has no plan for "
         "(`drop`, where every replica is cut) are waited out, and not counted.",
         BACKWARDS_IN_WORDS,
+        "`shorter` runs have two thirds of the steps. With what these come to, time to it is the time until the "
+        "failure-free perplexity is reached, relative to a cluster without failures: the load, times the steps that "
+        "the difference is worth.",
     ]
     for size, fails in _panels(rows):
         chosen = {key[2:]: conditions[key] for key in sorted(conditions, key=_order) if _is_in(key, size, fails)}
         what = f"whole nodes fail, of {NODES}"
         if fails == "stage":
             what = f"pipeline stages fail, {STAGES} in each of {REPLICAS} nodes"
-        parts += [f"### {size} parameters; {what}", comparison_table(chosen, _BY[2:])]
+        parts += [f"### {size} parameters; {what}", comparison_table(chosen, _BY[2:], _exponent(conditions, size))]
     return "\n\n".join(parts)
+
+
+def _exponent(conditions: Mapping[Condition, Mapping[str, float | None]], size: str) -> float | None:
+    """What steps are worth at a size, if that is measured."""
+    shorter = (size, "node", "shorter", *FAILURE_FREE)
+    if shorter not in conditions or conditions[shorter]["difference"] is None:
+        return None
+    return exponent_of_steps(conditions[shorter], _SHORTER)
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Sizes, and what fails in runs of them; those without failures alone, if there are no others yet."""
-    failing = {(row["size"], row["fails"]) for row in rows if row["scenario"] != "none"}
+    failing = {(row["size"], row["fails"]) for row in rows if row["scenario"] in SCENARIOS}
     return sorted(failing or {(row["size"], row["fails"]) for row in rows})
 
 
 def _is_in(key: Condition, size: str, fails: str) -> bool:
     """The failure-free runs are in both of a size's tables."""
-    return key[0] == size and (key[1] == fails or key[2] == "none")
+    return key[0] == size and (key[1] == fails or key[2] in ("none", "shorter"))
 
 
 def _order(key: Condition) -> tuple[int, int]:
-    scenarios, variants = ("none", *SCENARIOS), (FAILURE_FREE, *VARIANTS)
+    scenarios, variants = ("none", "shorter", *SCENARIOS), (FAILURE_FREE, *VARIANTS)
     return scenarios.index(key[2]), variants.index(key[3:])
 
 

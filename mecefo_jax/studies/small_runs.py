@@ -88,6 +88,7 @@ def small_run(
     quick: bool = False,
     scenario: str = "none",
     frequency: float = 1.0,
+    fraction: float = 1.0,
     variant: Variant = FAILURE_FREE,
     **faults: Any,
 ) -> Config:
@@ -100,11 +101,12 @@ def small_run(
         quick: whether it is to be over in seconds.
         scenario: the paper's low, mid or high; or another one of ``FaultsConfig``.
         frequency: divides the scenario's times.
+        fraction: of the usual steps.
         variant: what is done about failures.
         faults: of ``FaultsConfig``.
     """
     hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[size]
-    steps = 8 if quick else _STEPS[size]
+    steps = round((8 if quick else _STEPS[size]) * fraction)
     nodes, units = (NODES, NODES) if granularity == "node" else (REPLICAS, REPLICAS * STAGES)
     settings: dict[str, Any] = {} if granularity == "node" else {"granularity": "stage", "num_stages": STAGES}
     if scenario in scenarios.HOURS:

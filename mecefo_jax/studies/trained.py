@@ -1,5 +1,10 @@
-"""Tables of trained runs: perplexities next to the failure-free ones of the same seeds, with the noise of seeds."""
+"""Tables of trained runs: perplexities next to the failure-free ones of the same seeds, with the noise of seeds.
 
+What costs perplexity and what costs time can be compared by what a shorter run comes to: over a small range perplexity
+goes as a power of the number of steps, so that a difference in perplexity is worth so many steps.
+"""
+
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,8 +59,43 @@ def compare(
 _MEANS = ("mean_critical_load", "degraded_token_fraction", "tokens", "failures")
 
 
-def comparison_table(conditions: Mapping[Condition, Mapping[str, float | None]], headings: Sequence[str]) -> str:
-    """As Markdown; ``headings`` name the parts of a condition."""
+def exponent_of_steps(shorter: Mapping[str, float | None], fraction: float) -> float:
+    """Exponent with which perplexity falls with the steps of a failure-free run; negative.
+
+    Args:
+        shorter: what ``compare`` says of runs of fewer steps next to the failure-free ones.
+        fraction: of the steps that they have.
+    """
+    assert shorter["difference"] is not None
+    return math.log1p(shorter["difference"] / 100) / math.log(fraction)
+
+
+def time_to_perplexity(figures: Mapping[str, float | None], exponent: float) -> float | None:
+    """Time until a run with failures has the perplexity that one without them ends with, relative to its time.
+
+    Args:
+        figures: what ``compare`` says of the runs.
+        exponent: of the steps (``exponent_of_steps``).
+    """
+    difference, load = figures["difference"], figures["mean_critical_load"]
+    if difference is None or load is None or exponent >= 0:
+        return None
+    return load * (1 + difference / 100) ** (-1 / exponent)
+
+
+def comparison_table(
+    conditions: Mapping[Condition, Mapping[str, float | None]], headings: Sequence[str], exponent: float | None = None
+) -> str:
+    """As Markdown.
+
+    Args:
+        conditions: what ``compare`` says.
+        headings: name the parts of a condition.
+        exponent: of the steps, if it is known; for times to the same perplexity.
+    """
+    times = {
+        key: None if exponent is None else time_to_perplexity(figures, exponent) for key, figures in conditions.items()
+    }
     lines = [
         [
             *("-" if part is None else str(part) for part in key),
@@ -65,13 +105,15 @@ def comparison_table(conditions: Mapping[Condition, Mapping[str, float | None]],
             else f"{figures['difference']:+.2f}" + _plus_minus(figures["difference_deviation"], "{:.2f}"),
             f"{figures['degraded_token_fraction']:.1%}",
             f"{figures['mean_critical_load']:.2f}",
+            *(() if exponent is None else ("-" if times[key] is None else f"{times[key]:.2f}",)),
             f"{figures['tokens']:,.0f}",
             f"{figures['failures']:.0f}",
             str(figures["runs"]),
         ]
         for key, figures in conditions.items()
     ]
-    columns = [*headings, "perplexity", "difference, %", "degraded tokens", "mean load", "tokens", "failures", "runs"]
+    columns = [*headings, "perplexity", "difference, %", "degraded tokens", "mean load"]
+    columns += [*(() if exponent is None else ("time to it",)), "tokens", "failures", "runs"]
     return table(columns, lines, left=len(headings))
 
 

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from mecefo_jax.studies.trained import compare, comparison_table
+from mecefo_jax.studies.trained import compare, comparison_table, exponent_of_steps, time_to_perplexity
 
 
 def row(policy: str, seed: int, perplexity: float, **changes) -> dict:
@@ -32,3 +32,16 @@ def test_table_shows_them():
     assert lines[0].split(" | ")[:3] == ["| policy", "perplexity", "difference, %"]
     assert "| drop | 15.350 +- 7.425 | +2.00 +- 1.41 | 25.0% | 1.50 | 900 | 3 | 2 |" in lines
     assert "| x | 5.000 | - | 25.0% | 1.50 | 1,000 | 3 | 1 |" in lines
+
+
+def test_what_a_difference_in_perplexity_is_worth_in_time():
+    """Perplexity as the steps to the power of -1/2: with a quarter of them twice as much, and 10% more costs 21% more."""
+    exponent = exponent_of_steps({"difference": 100.0}, 0.25)
+    assert exponent == pytest.approx(-0.5)
+    slower = {"difference": 10.0, "mean_critical_load": 1.5}
+    assert time_to_perplexity(slower, exponent) == pytest.approx(1.5 * 1.21)
+    assert time_to_perplexity({"difference": 0.0, "mean_critical_load": 1.0}, exponent) == 1
+    assert time_to_perplexity({"difference": None, "mean_critical_load": 1.0}, exponent) is None
+    lines = comparison_table(compare(ROWS, ("policy",), {"policy": "-"}), ("policy",), exponent).splitlines()
+    assert lines[0].split(" | ")[5] == "time to it" and "| 1.50 | 1.56 | 900 |" in lines[3]
+    assert "| 1.50 | - | 1,000 |" in lines[4]
