@@ -289,7 +289,7 @@ class AutoConfig:
     """What the policy auto weighs at each failure: extra time and the error of the gradient."""
 
     max_slowdown: float = 0.01
-    """Extra time per token, as a fraction of a healthy step's, within which auto takes the least error; where nothing
+    """Extra time of a step, as a fraction of a healthy one's, within which auto takes the least error; where nothing
     is, it takes what makes the most progress a second."""
     may_drop: bool = False
     """Whether auto may leave microbatches out (drop), which loses data."""

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--degraded-cost", type=number, default=0.6, help="in exact microbatches (default: 0.6)")
     parser.add_argument("--slack", type=number, default=0.1, help="extra load that balanced accepts (default: 0.1)")
     parser.add_argument(
-        "--max-slowdown", type=number, default=0.01, help="extra time per token that auto accepts (default: 0.01)"
+        "--max-slowdown", type=number, default=0.01, help="extra time of a step that auto accepts (default: 0.01)"
     )
     parser.add_argument(
         "--stages", type=integer, default=1, help="stages of a node that fail on their own (default: 1)"

@@ -1,9 +1,9 @@
 """The policy ``auto``: which of the others takes over a failure, by predicted time and estimated gradient error.
 
-A plan's *slowdown* is the extra time per token that it trains on, relative to a healthy step: of its busiest unit's
-load, and of what it drops. Its *error* is the estimated distance of the step's gradient from the failure-free one,
-relative to the norm of the latter. Degraded microbatches are biased, so their error grows with their share ``d`` of the
-work alone; ``k`` dropped ones of ``M`` make a smaller sample:
+A plan's *slowdown* is the extra time of its step, by its busiest unit's load, as a fraction of a healthy step. Its
+*error* is the estimated distance of the step's gradient from the failure-free one, relative to the norm of the latter.
+That of degraded microbatches grows with their share ``d`` of the work; ``k`` dropped ones of ``M`` make a smaller
+sample, which is all that they cost:
 
     error^2 = (degraded_error d)^2 + sampling_error^2 k / (M (M - k))
 """
@@ -23,7 +23,7 @@ class Prospect:
     """What a policy's plan is expected to cost."""
 
     slowdown: float
-    """Extra time per token trained on, as a fraction of a healthy step's."""
+    """Extra time of the step, as a fraction of a healthy one's."""
     error: float
     """Estimated relative error of the gradient."""
 
@@ -53,7 +53,7 @@ def estimate(
     kept = num_microbatches - num_dropped
     sampling = settings.sampling_error * math.sqrt(num_dropped / (num_microbatches * kept))
     return Prospect(
-        slowdown=max(critical_load * num_microbatches / kept - 1, 0.0),
+        slowdown=max(critical_load - 1, 0.0),
         error=math.hypot(settings.degraded_error * degraded_share, sampling),
     )
 
@@ -67,7 +67,7 @@ def choose(prospects: Mapping[str, Prospect], candidates: Sequence[str], max_slo
     Args:
       prospects: by policy.
       candidates: those of them that may be chosen; at least one.
-      max_slowdown: extra time per token that is accepted.
+      max_slowdown: extra time of a step that is accepted.
     """
     within = [name for name in candidates if prospects[name].slowdown <= max_slowdown + _ROUNDING]
     if within:

@@ -4,7 +4,7 @@ A plan is data: a pure function of the live units, the policy and the costs. A n
 anything. The invariants (each a test): every microbatch is computed exactly once (``drop`` apart), dead units
 get nothing, and a healthy plan is every node computing its own slice exactly.
 
-Legend: N nodes, S stages of a node (1 where whole nodes fail), M microbatches, L layers.
+Legend: N nodes, S stages of a node (1 where whole nodes fail), M microbatches, L layers, J levels.
 """
 
 import dataclasses
@@ -131,15 +131,14 @@ class Plan:
     @functools.cached_property
     def load_NS(self) -> Float[np.ndarray, "N S"]:
         """float64: work of each unit, 1.0 being its healthy step; 0 for units that are dead or idle."""
-        microbatches, stages = np.nonzero(self.assignee_MS >= 0)
-        nodes = self.assignee_MS[microbatches, stages]
-        units = nodes * self.num_stages + self.covering_stage_NS[nodes, stages]
+        unit_MS = self.assignee_MS * np.int64(self.num_stages)
+        unit_MS += self.covering_stage_NS[self.assignee_MS, np.arange(self.num_stages)]
         # Counted by level, so that a load is a rounded product a level and not a sum of rounded costs.
-        level = self.level_MS[microbatches, stages]
-        work = np.zeros(self.live_NS.size)
-        for index, cost in enumerate((1.0, *self.degraded_costs)):
-            work += cost * np.bincount(units[level == index], minlength=self.live_NS.size)
-        return (work / self.microbatches_per_node).reshape(self.live_NS.shape)
+        place_MS = unit_MS + self.live_NS.size * self.level_MS.astype(np.int64)
+        cost_J = np.array([1.0, *self.degraded_costs])
+        counts = np.bincount(place_MS[self.assignee_MS >= 0], minlength=cost_J.size * self.live_NS.size)
+        work_NS = np.sum(cost_J[:, None, None] * counts.reshape(-1, *self.live_NS.shape), axis=0)
+        return work_NS / self.microbatches_per_node
 
     @property
     def critical_load(self) -> float:

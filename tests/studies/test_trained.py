@@ -35,7 +35,7 @@ def test_table_shows_them():
 
 
 def test_what_a_difference_in_perplexity_is_worth_in_time():
-    """Perplexity as the steps to the power of -1/2: with a quarter of them twice as much, and 10% more costs 21% more."""
+    """Perplexity as the steps to the power of -1/2: a quarter of them is twice as much, 10% more is 21% of steps."""
     exponent = exponent_of_steps({"difference": 100.0}, 0.25)
     assert exponent == pytest.approx(-0.5)
     slower = {"difference": 10.0, "mean_critical_load": 1.5}

@@ -377,8 +377,8 @@ def test_plans_for_16384_nodes_take_milliseconds(policy):
         start = time.perf_counter()
         plan_of(live_NS, policy)
         seconds.append(time.perf_counter() - start)
-    # About 2 ms; a Python loop over nodes or microbatches would take more than the limit.
-    assert min(seconds) < 0.02
+    # About 2 ms, and auto makes four plans and weighs them: 20. A Python loop over nodes would take more than the limit.
+    assert min(seconds) < (0.08 if policy == "auto" else 0.02)
 
 
 def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fastest():
@@ -399,7 +399,7 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
     assert exact.policy == "reroute" and "within 0.25" in exact.choice.reason
     assert exact.choice.prospects["reroute"].slowdown == pytest.approx(0.25)
     assert exact.choice.prospects["reroute"].error == 0
-    assert exact.choice.prospects["drop"].slowdown == pytest.approx(32 / 28 - 1)
+    assert exact.choice.prospects["drop"].slowdown == 0
 
     balanced = auto(one_of_eight, max_slowdown=0.05, degraded_error=0.5)
     assert balanced.policy == "balanced"
@@ -412,9 +412,9 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
     wrong = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.9)
     assert wrong.policy == "reroute"  # 1.2 (1 + 0.9^2) is more than 2
     lost = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, degraded_error=0.9, sampling_error=0.1, may_drop=True)
-    assert lost.policy == "reroute", "an error of nothing, and as much time"
+    assert lost.policy == "drop" and lost.choice.prospects["drop"].error == pytest.approx(0.1 * np.sqrt(1 / 32))
     quick = auto(one_of_eight, max_slowdown=0.15, per_node=1, cost=1.0, sampling_error=0.1, may_drop=True)
-    assert quick.policy == "drop" and len(quick.dropped) == 1  # 8/7; whole microbatches make rerouting take 2
+    assert quick.policy == "drop" and len(quick.dropped) == 1  # whole microbatches make rerouting take 2
     costly = auto(nodes_alive(8, 0, 2, 4, 6), max_slowdown=0.05, cost=1.5)
     assert costly.policy == "reroute" and "balanced" not in costly.choice.prospects
 
@@ -441,7 +441,7 @@ def test_the_error_that_auto_expects_of_dropping_is_that_of_a_smaller_sample():
         settings=AutoConfig(sampling_error=1.0),
     )
     assert expected.error == pytest.approx(np.sqrt((errors**2).mean()), rel=0.02)
-    assert expected.slowdown == pytest.approx(1 / 3)
+    assert expected.slowdown == 0
 
 
 def test_of_equals_auto_takes_the_first_and_nothing_within_the_limit_needs_no_error():
