@@ -377,7 +377,7 @@ def test_plans_for_16384_nodes_take_milliseconds(policy):
         start = time.perf_counter()
         plan_of(live_NS, policy)
         seconds.append(time.perf_counter() - start)
-    # About 2 ms, and auto makes four plans and weighs them: 20. A Python loop over nodes would take more than the limit.
+    # About 2 ms, 20 where auto makes four plans and weighs them; a Python loop over nodes would take more.
     assert min(seconds) < (0.08 if policy == "auto" else 0.02)
 
 
