@@ -16,6 +16,8 @@ BYTE_ENTRIES = 258
 """Entries of the vocabulary of bytes: 256, BOS and EOS; no other tokenizer that is trained here has fewer."""
 MAX_NODES = 2**20
 """Most nodes, and most devices along an axis: far above any cluster, and few enough for plans to fit in memory."""
+MAX_FRACTIONS = 16
+"""Most sizes of a sample to choose from: each is compiled into every product."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
@@ -234,8 +236,8 @@ class DegradedConfig:
     """(l) Project the feed-forward weight gradients on a low-rank basis."""
     sampled_fractions: tuple[float, ...] = ()
     """Not in the paper: with low_rank off, estimate weight gradients, without bias, from a fraction of a sequence's
-    tokens; those of attention too if it is not skipped. In decreasing order: balanced takes the largest that suffices,
-    other policies the first. Empty: off."""
+    tokens; those of attention too if it is not skipped. In decreasing order: balanced, and auto if it takes that,
+    draws no less than the load needs; other policies take the first. Empty: off."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is of another type or out of range."""
@@ -244,6 +246,11 @@ class DegradedConfig:
             check_range("degraded.sampled_fractions", fraction, above=0, at_most=1)
         if any(after >= before for before, after in itertools.pairwise(self.sampled_fractions)):
             raise ConfigError(f"degraded.sampled_fractions: got {self.sampled_fractions}, expected a decreasing order")
+        if len(self.sampled_fractions) > MAX_FRACTIONS:
+            raise ConfigError(
+                f"degraded.sampled_fractions: got {len(self.sampled_fractions)}, expected at most {MAX_FRACTIONS}, for "
+                "each is compiled"
+            )
 
     @property
     def samples(self) -> bool:
@@ -294,7 +301,8 @@ class AutoConfig:
     may_drop: bool = False
     """Whether auto may leave microbatches out (drop), which loses data."""
     degraded_error: float = 0.5
-    """Relative error of the gradient if all microbatches are degraded; a guess, from small trials (docs/log.md)."""
+    """Relative error of the gradient if all microbatches are degraded, with several sampled_fractions by the first; a
+    guess, from small trials (docs/log.md)."""
     sampling_error: float = 4.0
     """Relative standard deviation of one microbatch's gradient, which depends on its size; a guess."""
 
@@ -324,7 +332,8 @@ class FaultsConfig:
     min_live_nodes: int = 1
     """With fewer live nodes the run saves and stops (exit 5)."""
     degraded_cost: float | None = None
-    """Cost of a degraded microbatch relative to an exact one; None: the ratio of their FLOPs."""
+    """Cost of a degraded microbatch relative to an exact one; None: the ratio of their FLOPs. With several
+    sampled_fractions that of the first; the others are scaled with it."""
     step_seconds: float = 60.0
     """Assumed seconds a step takes, to turn hours and trace times into steps."""
     fail_every_steps: float = 20.0
@@ -575,12 +584,6 @@ class Config:
         if self.data.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 f"data.seq_len: got {self.data.seq_len}, expected at most model.max_seq_len ({self.model.max_seq_len})"
-            )
-        drawn = self.degraded.drawn_tokens(self.data.seq_len)
-        if len(set(drawn)) < len(drawn):
-            raise ConfigError(
-                f"degraded.sampled_fractions: got {self.degraded.sampled_fractions}, expected fractions of "
-                f"data.seq_len ({self.data.seq_len}) that are different numbers of tokens"
             )
         warmup = self.optim.warmup_steps
         if warmup is not None and warmup >= self.train.steps:

@@ -59,7 +59,7 @@ def without_effect(config: Config, key: str) -> str | None:
 
 
 def must_take_effect(config: Config, key: str) -> bool:
-    """Whether a setting names what to train on or what fails: empty by default, and set here."""
+    """Whether a setting is empty by default and set here: what someone spells out is not to be ignored."""
     return value_of(Config(), key) in ("", ()) and bool(value_of(config, key))
 
 

@@ -66,7 +66,7 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: an unknown name (the nearest one is named), a value of another type, or one that does not fit.
     """
-    known, values = fields(), without_removed(dict(flatten(settings)))
+    known, values = fields(), in_todays_terms(dict(flatten(settings)))
     for key in values:
         if key not in known:
             raise unknown_setting(key)
@@ -81,20 +81,22 @@ def from_dict(settings: Mapping[str, Any]) -> Config:
     return build("")
 
 
-REMOVED = ("degraded.low_rank_attention", "degraded.complement", "degraded.sampled_fraction")
+REMOVED = ("degraded.low_rank_attention", "degraded.complement")
 """Settings that there were once, and that config files of that time hold."""
 
 
-def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names, less the removed ones that are off.
+def in_todays_terms(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names, as a config of an earlier time holds them, under the names that they have now.
 
     Raises:
-      ConfigError: one is on.
+      ConfigError: one that was taken out is on.
     """
     for key in REMOVED:
         if settings.get(key):
             raise ConfigError(f"{key}: this setting was taken out again; such a run cannot go on, start a new one")
-    return {key: value for key, value in settings.items() if key not in REMOVED}
+    kept = {key: value for key, value in settings.items() if key not in REMOVED}
+    fraction = kept.pop("degraded.sampled_fraction", 0)
+    return {"degraded.sampled_fractions": [fraction] if fraction else []} | kept
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mecefo_jax.config_file import without_removed
+from mecefo_jax.config_file import in_todays_terms
 from mecefo_jax.errors import ConfigError
 
 _IDENTITY = ("model.", "data.tokenizer", "data.seq_len", "data.fingerprint", "train.seed", "train.microbatch_size")
@@ -82,7 +82,7 @@ def _is_identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> b
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names to JSON values, with what depends on several fields worked out."""
-    flat = without_removed(_flat(json.loads(json.dumps(config))))
+    flat = in_todays_terms(_flat(json.loads(json.dumps(config))))
     if flat.get("model.num_kv_heads", 0) is None:
         flat["model.num_kv_heads"] = flat.get("model.num_heads")
     if "mesh.num_nodes" in flat and "train.microbatches_per_node" in flat:

@@ -125,6 +125,8 @@ def takeover_fields(plan: Plan) -> dict[str, Any]:
         "degraded_fraction": plan.degraded_share,
         "critical_load": plan.critical_load,
     }
+    if len(plan.degraded_costs) > 1:
+        fields["levels"] = np.bincount(plan.level_MS.max(axis=1), minlength=len(plan.degraded_costs) + 1)[1:].tolist()
     if plan.choice is not None:
         fields["chosen_for"] = plan.choice.reason
         fields["prospects"] = {name: dataclasses.asdict(found) for name, found in plan.choice.prospects.items()}

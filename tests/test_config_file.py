@@ -126,8 +126,13 @@ def test_config_files_from_when_there_were_other_switches():
     """Off they mean nothing; on they cannot be obeyed."""
     old = to_dict(Config())
     old["degraded"] |= {"low_rank_attention": False, "complement": False, "sampled_fraction": 0.0}
+    del old["degraded"]["sampled_fractions"]
     assert from_dict(old) == Config()
     assert check_identity(old, to_dict(Config())) == []
+    del old["degraded"]["sampled_fraction"]
+    assert from_dict(old) == Config() and check_identity(old, to_dict(Config())) == []
+    half = from_dict(old | {"degraded": old["degraded"] | {"sampled_fraction": 0.5}})
+    assert half.degraded.sampled_fractions == (0.5,)
     old["degraded"]["complement"] = True
     for read in (from_dict, lambda settings: check_identity(settings, to_dict(Config()))):
         with pytest.raises(ConfigError, match=r"degraded\.complement: this setting was taken out"):

@@ -1,5 +1,7 @@
 """Steps on the cluster: copies that stay equal, nodes that come and go, one compilation, evaluation on any number."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from mecefo_jax.mesh import Work
 from mecefo_jax.model import loss_sum
 from mecefo_jax.node_program import Flat
 from mecefo_jax.optimizer import basis_state
+from mecefo_jax.takeover import make_plan
 from tests.tiny import (
     FOUR_DEVICES,
     NODES,
@@ -78,6 +81,24 @@ def test_four_devices_a_node_train_as_one_device_does(degraded):
             for step, dead in enumerate(HISTORY)
         ]
     np.testing.assert_allclose(losses["four"], losses["one"], rtol=1e-5)
+
+
+def test_other_levels_compile_nothing():
+    config = tiny_config(degraded=dataclasses.replace(SAMPLED, sampled_fractions=(0.75, 0.5, 0.25)))
+    executor, seen = make_executor(config), set()
+    executor.train_step(0, plan_for((), "balanced", config), source)
+    compiled = executor.model_compilations
+    for step, dead in enumerate([(3,), (3, 4), (3, 4, 5, 6)], start=1):
+        plan = make_plan(
+            np.isin(np.arange(NODES), dead, invert=True)[:, None],
+            "balanced",
+            microbatches_per_node=config.train.microbatches_per_node,
+            degraded_costs=[0.9, 0.65, 0.5],
+            slack=0.2,
+        )
+        seen |= set(plan.level_MS.flat)
+        assert np.isfinite(executor.train_step(step, plan, source).loss)
+    assert seen == {0, 1, 2, 3} and executor.model_compilations == compiled
 
 
 def test_a_nan_on_one_node_skips_the_update_on_all(monkeypatch):

@@ -130,22 +130,39 @@ def test_each_microbatch_has_its_own_level(layer_masks):
     """In one call with two fractions to choose from: what calls with one fraction each give, together."""
 
     def gradients(fractions, ids, levels):
-        switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=fractions)
-        config = tiny_config(degraded=switches)
-        params, bases = random_params_and_bases(config)
-        batch = NodeBatch(
-            tokens_SBT=jnp.asarray(microbatches()[ids]),
-            ids_S=jnp.array(ids),
-            level_SL=jnp.repeat(jnp.array(levels, jnp.int8)[:, None], LAYERS, axis=1),
-            num_exact=jnp.int32(0),
-            num_degraded=jnp.int32(len(ids)),
-        )
-        return jax.jit(node_gradients, static_argnums=(3, 4))(params, bases, batch, config, layer_masks).grads
+        level_SL = np.repeat(np.array(levels, np.int8)[:, None], LAYERS, axis=1)
+        return sampled_gradients(fractions, ids, level_SL, layer_masks)
 
     found = gradients((0.5, 0.25), [5, 6, 7], [2, 1, 2])
     expected = jax.tree.map(jnp.add, gradients((0.25,), [5, 7], [1, 1]), gradients((0.5,), [6], [1]))
     for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(left - right) <= RELATIVE_ERROR * np.linalg.norm(right)
+
+
+def test_each_layer_has_its_own_level():
+    """Input gradients are exact, so a layer's weight gradients do not depend on the levels of others."""
+    levels = [1, 0, 2]
+    found = sampled_gradients((0.5, 0.25), [5], np.array([levels], np.int8), "by_layer")
+    alone = [sampled_gradients(fractions, [5], np.ones((1, LAYERS), np.int8), "all") for fractions in ((0.5,), (0.25,))]
+    exact = sampled_gradients((0.5,), [5], np.zeros((1, LAYERS), np.int8), "by_layer")
+    for layer, level in enumerate(levels):
+        expected = [exact, *alone][level]
+        for left, right in zip(*map(jax.tree.leaves, (found.blocks, expected.blocks)), strict=True):
+            assert np.linalg.norm(left[layer] - right[layer]) <= RELATIVE_ERROR * np.linalg.norm(right[layer])
+
+
+def sampled_gradients(fractions, ids, level_SL, layer_masks):
+    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=fractions)
+    config = tiny_config(degraded=switches)
+    params, bases = random_params_and_bases(config)
+    batch = NodeBatch(
+        tokens_SBT=jnp.asarray(microbatches()[ids]),
+        ids_S=jnp.array(ids),
+        level_SL=jnp.asarray(level_SL),
+        num_exact=jnp.int32(0),
+        num_degraded=jnp.int32(len(ids)),
+    )
+    return jax.jit(node_gradients, static_argnums=(3, 4))(params, bases, batch, config, layer_masks).grads
 
 
 def test_the_same_tokens_are_drawn_inside_sharded_nodes():

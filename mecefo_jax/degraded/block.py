@@ -71,7 +71,7 @@ def masked_block(
     switches: DegradedConfig,
     remat: str,
 ) -> Float[Array, "B T D"]:
-    """``degraded_block`` or ``exact_block``, as this layer's entry of the microbatch's layer mask says."""
+    """``degraded_block`` or ``exact_block``, as the microbatch's level in this layer says."""
 
     def degraded(block, x_BTD):
         return degraded_block(block, x_BTD, positions, bases, coordinates, sample, switches, remat)

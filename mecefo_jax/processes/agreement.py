@@ -66,10 +66,8 @@ class Facts:
     """Step of the newest checkpoint that it sees; -1: none."""
     exact: tuple[int, ...] | None = None
     """Microbatches in its sums for the step that begins at ``held``, computed exactly; None: it has no sums."""
-    degraded: tuple[int, ...] = ()
-    """Those computed with the degraded backward pass."""
-    levels: tuple[int, ...] = ()
-    """How far each of these is degraded (``Plan.level_MS``)."""
+    degraded: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Those computed with the degraded backward pass, and how far each is degraded (``Plan.level_MS``)."""
     evaluated: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
     """Loss and tokens of the evaluation's microbatches that it has seen to at ``held``, by number."""
     waiting: tuple[tuple[int, int], ...] = ()
@@ -92,8 +90,8 @@ class Facts:
         """From ``to_json``."""
         fields: dict[str, Any] = json.loads(text)
         fields["members"] = {int(process): life for process, life in fields["members"].items()}
-        for name in ("exact", "degraded", "levels"):
-            fields[name] = None if fields[name] is None else tuple(fields[name])
+        fields["exact"] = None if fields["exact"] is None else tuple(fields["exact"])
+        fields["degraded"] = {int(microbatch): level for microbatch, level in fields["degraded"].items()}
         fields["waiting"] = tuple((process, life) for process, life in fields["waiting"])
         fields["evaluated"] = {number: (loss, tokens) for number, (loss, tokens) in fields["evaluated"].items()}
         return cls(**fields)
@@ -101,7 +99,7 @@ class Facts:
     @property
     def computed(self) -> tuple[int, ...]:
         """Microbatches in its sums."""
-        return (self.exact or ()) + self.degraded
+        return (*(self.exact or ()), *self.degraded)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

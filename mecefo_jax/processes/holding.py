@@ -46,8 +46,7 @@ class Holding:
         self._source = LiveFailures(parts.config.mesh.num_nodes)
         self._degraded_costs = run_degraded_costs(parts.config, parts.inputs.vocab_size)
         self.exact: tuple[int, ...] = ()
-        self.degraded: tuple[int, ...] = ()
-        self.levels: tuple[int, ...] = ()
+        self.degraded: dict[int, int] = {}
         self.evaluated: dict[str, tuple[float, int]] = {}
         self._computing_s = self._evaluating_s = 0.0
         self._was_finished = False
@@ -66,7 +65,7 @@ class Holding:
 
     def _stand_at(self, step: int) -> None:
         """Begin with a step, of which nothing is computed."""
-        self.step, self.sums, self.exact, self.degraded, self.levels = step, None, (), (), ()
+        self.step, self.sums, self.exact, self.degraded = step, None, (), {}
         self.evaluated, self._scores_logged, self._evaluating_s = {}, False, 0.0
 
     # Where the state comes from
@@ -125,7 +124,7 @@ class Holding:
 
     def compute_own(self, node: int, nodes: Collection[int]) -> None:
         """Compute the sums of the step, as the plan for ``nodes`` shares it out to ``node``."""
-        plan, self.sums, self.exact, self.degraded, self.levels = self.plan(nodes), None, (), (), ()
+        plan, self.sums, self.exact, self.degraded = self.plan(nodes), None, (), {}
         self._source.found(self.step, nodes)
         if self.step and (self._source.live(self.step) != self._source.live(self.step - 1)).any():
             self.timeline.takeover(self.step, plan, nodes)
@@ -157,8 +156,8 @@ class Holding:
                 onto=self.sums,
                 on_part=parts.watchdog.progress,
             )
-        self.exact, self.degraded = self.exact + exact, self.degraded + degraded
-        self.levels += tuple(plan.level_MS[work.degraded, 0].tolist())
+        self.exact += exact
+        self.degraded = self.degraded | dict(zip(degraded, plan.level_MS[work.degraded, 0].tolist(), strict=True))
         self._computing_s += time.monotonic() - began
 
     def evaluate(self, numbers: Collection[int]) -> None:
@@ -270,15 +269,7 @@ class Holding:
     def _done_plan(self, decision: Decision, said: Mapping[int, Facts]) -> Plan:
         """What was done in a step, as a plan: after a failure, partly that of the step's beginning."""
         nodes = {process: decision.view.members[process].node for process in decision.holders}
-        plan = self.plan(nodes.values())
-        executor_M = np.full(plan.num_microbatches, -1, np.int32)
-        level_M = np.zeros(plan.num_microbatches, np.int8)
-        for process, node in nodes.items():
-            executor_M[list(said[process].computed)] = node
-            level_M[list(said[process].degraded)] = said[process].levels
-        return dataclasses.replace(
-            plan, executor_M=executor_M, assignee_MS=executor_M[:, None], level_MS=level_M[:, None]
-        )
+        return plan_of_what_was_done(self.plan(nodes.values()), {nodes[process]: said[process] for process in nodes})
 
     def _tell_returned(self, decision: Decision) -> None:
         """Tell of the processes that take part in this step and did not in the one before."""
@@ -288,3 +279,13 @@ class Holding:
         for process in returned:
             node = decision.view.members[process].node
             self.timeline.returned(self.step, node, process, **json.loads(told.get(str(process), "{}")))
+
+
+def plan_of_what_was_done(plan: Plan, said: Mapping[int, Facts]) -> Plan:
+    """A plan with the microbatches as nodes say that they have computed them."""
+    executor_M, level_M = np.full(plan.num_microbatches, -1, np.int32), np.zeros(plan.num_microbatches, np.int8)
+    for node, facts in said.items():
+        executor_M[list(facts.computed)] = node
+        for microbatch, level in facts.degraded.items():
+            level_M[microbatch] = level
+    return dataclasses.replace(plan, executor_M=executor_M, assignee_MS=executor_M[:, None], level_MS=level_M[:, None])

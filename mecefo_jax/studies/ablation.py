@@ -32,8 +32,10 @@ def cells(quick: bool) -> list[Cell]:
     sizes: tuple[Size, ...] = ("1M",) if quick else ("1M", "5M")
     small = [small_run(size, "node", seed=0, quick=quick) for size in sizes]
     large = [] if quick else [_on_one_submesh(get(name)) for name in ("llama_350m", "llama_1b", "llama_7b")]
-    measured = [Cell(labels={"run": config.name}, config=config, measure=measure) for config in small]
-    return measured + [Cell(labels={"run": config.name}, config=config, measure=analyze) for config in large]
+    tries = [switches(letters) for letters in TECHNIQUES]
+    measured = [Cell(labels={"run": config.name}, config=config, measure=measure, tries=tries) for config in small]
+    analyzed = [Cell(labels={"run": config.name}, config=config, measure=analyze, tries=tries) for config in large]
+    return measured + analyzed
 
 
 def _on_one_submesh(config: Config) -> Config:

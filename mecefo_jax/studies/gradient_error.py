@@ -44,7 +44,7 @@ from mecefo_jax.studies.small_runs import (
     SLACK,
     STAGES,
     Granularity,
-    slack,
+    accepted_slack,
     small_run,
 )
 from mecefo_jax.studies.study import Cell, Row, Study
@@ -255,7 +255,7 @@ def _plan(config: Config, vocab_size: int, live_NS: np.ndarray, policy: str, bac
         policy,
         microbatches_per_node=config.train.microbatches_per_node,
         degraded_costs=run_degraded_costs(dataclasses.replace(config, degraded=_switches(backward)), vocab_size),
-        slack=slack(backward),
+        slack=accepted_slack(backward),
     )
 
 
@@ -267,6 +267,7 @@ def cells(quick: bool) -> list[Cell]:
             labels={"size": "1M", "fails": fails, "seed": 0},
             config=small_run("1M", fails, seed=0, quick=quick),
             measure=measure,
+            tries=(trials(small_run("1M", fails, seed=0, quick=quick)), _LOOKS, _BATCHES),
         )
         for fails in granularities
     ]

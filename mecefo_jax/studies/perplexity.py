@@ -48,6 +48,8 @@ _BASELINE = {"scenario": "none", "fails": "node", **dict.fromkeys(VARIANT)}
 def cells(quick: bool) -> list[Cell]:
     """1M under all scenarios, 5M without failures and under the worst; three seeds of 1M under the worst, else one.
 
+    Failure-free runs of 1M come in two lengths.
+
     Without failures it does not matter what could fail. ``reroute`` is exact, whatever fails: one seed shows it. Where
     stages fail, other fractions and bases have one seed too.
     """
@@ -99,9 +101,9 @@ def report(rows: Sequence[Row]) -> str:
         f"{SLACK:.0%} more than that, but nothing more with `sampled to 1/8`. Steps that a policy has no plan for "
         "(`drop`, where every replica is cut) are waited out, and not counted.",
         BACKWARDS_IN_WORDS,
-        "`shorter` runs have two thirds of the steps. With what these come to, time to it is the time until the "
-        "failure-free perplexity is reached, relative to a cluster without failures: the load, times the steps that "
-        "the difference is worth.",
+        "`shorter` runs have two thirds of the steps. What they come to says how many steps a difference is worth; the "
+        "time to the same perplexity as without failures is the load times the steps that this takes, relative "
+        "to a cluster without failures. What is waited out, under `drop` where stages fail, is not in it.",
     ]
     for size, fails in _panels(rows):
         chosen = {key[2:]: conditions[key] for key in sorted(conditions, key=_order) if _is_in(key, size, fails)}

@@ -119,7 +119,7 @@ def small_run(
     else:
         settings["scenario"] = scenario
     policy, backward, source = variant
-    settings |= {"policy": policy or "neighbor", "slack": slack(backward)}
+    settings |= {"policy": policy or "neighbor", "slack": accepted_slack(backward)}
     basis: dict[str, Any] = {"source": source or "weight"}
     config = Config(
         name=f"study_{size}",
@@ -139,7 +139,7 @@ def small_run(
     return wait_out(config)
 
 
-def slack(backward: str | None) -> float:
+def accepted_slack(backward: str | None) -> float:
     """Load above a healthy step that ``balanced`` accepts, as a fraction of a healthy step."""
     return 0.0 if backward == "sampled to 1/8" else SLACK
 

@@ -28,6 +28,8 @@ class Cell:
     """What tells it from the other cells; columns of each of its rows."""
     config: Config
     measure: Measure
+    tries: object = None
+    """What it measures beside the config, of which the text says all."""
 
     @property
     def key(self) -> str:
@@ -36,6 +38,7 @@ class Cell:
             name: value for name, value in flatten(to_dict(self.config)) if without_effect(self.config, name) is None
         }
         what = f"{self.measure.__module__}.{self.measure.__qualname__}\0{json.dumps(settings)}"
+        what += "" if self.tries is None else f"\0{self.tries}"
         return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 

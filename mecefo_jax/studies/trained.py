@@ -70,17 +70,24 @@ def exponent_of_steps(shorter: Mapping[str, float | None], fraction: float) -> f
     return math.log1p(shorter["difference"] / 100) / math.log(fraction)
 
 
-def time_to_perplexity(figures: Mapping[str, float | None], exponent: float) -> float | None:
+def time_to_perplexity(figures: Mapping[str, float | None], exponent: float) -> tuple[float, float | None] | None:
     """Time until a run with failures has the perplexity that one without them ends with, relative to its time.
 
     Args:
         figures: what ``compare`` says of the runs.
         exponent: of the steps (``exponent_of_steps``).
+
+    Returns:
+        It, and its standard deviation as far as it comes from the difference's; None where it cannot be told.
     """
-    difference, load = figures["difference"], figures["mean_critical_load"]
+    difference, load, deviation = (
+        figures[name] for name in ("difference", "mean_critical_load", "difference_deviation")
+    )
     if difference is None or load is None or exponent >= 0:
         return None
-    return load * (1 + difference / 100) ** (-1 / exponent)
+    ratio = 1 + difference / 100
+    time = load * ratio ** (-1 / exponent)
+    return time, None if deviation is None else -time / exponent * deviation / 100 / ratio
 
 
 def comparison_table(
@@ -91,11 +98,8 @@ def comparison_table(
     Args:
         conditions: what ``compare`` says.
         headings: name the parts of a condition.
-        exponent: of the steps, if it is known; for times to the same perplexity.
+        exponent: of the steps, if it is known; for the times of runs with failures to the same perplexity.
     """
-    times = {
-        key: None if exponent is None else time_to_perplexity(figures, exponent) for key, figures in conditions.items()
-    }
     lines = [
         [
             *("-" if part is None else str(part) for part in key),
@@ -105,7 +109,7 @@ def comparison_table(
             else f"{figures['difference']:+.2f}" + _plus_minus(figures["difference_deviation"], "{:.2f}"),
             f"{figures['degraded_token_fraction']:.1%}",
             f"{figures['mean_critical_load']:.2f}",
-            *(() if exponent is None else ("-" if times[key] is None else f"{times[key]:.2f}",)),
+            *(() if exponent is None else (_time(figures, exponent),)),
             f"{figures['tokens']:,.0f}",
             f"{figures['failures']:.0f}",
             str(figures["runs"]),
@@ -113,8 +117,13 @@ def comparison_table(
         for key, figures in conditions.items()
     ]
     columns = [*headings, "perplexity", "difference, %", "degraded tokens", "mean load"]
-    columns += [*(() if exponent is None else ("time to it",)), "tokens", "failures", "runs"]
+    columns += [*(() if exponent is None else ("time to the same perplexity",)), "tokens", "failures", "runs"]
     return table(columns, lines, left=len(headings))
+
+
+def _time(figures: Mapping[str, float | None], exponent: float) -> str:
+    found = time_to_perplexity(figures, exponent) if figures["failures"] else None
+    return "-" if found is None else f"{found[0]:.2f}" + _plus_minus(found[1], "{:.2f}")
 
 
 def _deviation(values: Sequence[float]) -> float | None:

@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     failed = ", ".join(arguments.failed.split(",")) or "nothing"
     console.print(f"{arguments.nodes} nodes, failed: {failed}", style="bold")
-    per_node, cost = arguments.microbatches_per_node, arguments.degraded_cost
-    console.print(f"{per_node} microbatches a node; a degraded one costs {cost:g} of an exact one\n")
+    per_node, costs = arguments.microbatches_per_node, " or ".join(f"{cost:g}" for cost in arguments.degraded_cost)
+    console.print(f"{per_node} microbatches a node; a degraded one costs {costs} of an exact one\n")
     if arguments.stages == 1 and len(plans) > 1:
         console.print(draw_comparison(plans))
         return 0
@@ -58,7 +58,7 @@ def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namesp
             live_NS,
             policy,
             microbatches_per_node=arguments.microbatches_per_node,
-            degraded_costs=[arguments.degraded_cost],
+            degraded_costs=arguments.degraded_cost,
             slack=arguments.slack,
             auto=AutoConfig(max_slowdown=arguments.max_slowdown),
         )
@@ -88,6 +88,10 @@ def _live_units(failed: str, num_nodes: int, num_stages: int) -> np.ndarray:
     return live_NS
 
 
+def _numbers(text: str) -> list[float]:
+    return [number(part) for part in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mecefo_jax.takeover", description="Show who computes what when nodes are dead."
@@ -96,7 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--failed", default="", help="dead nodes, such as 3 or 3,4; with --stages also node.stage")
     parser.add_argument("--policy", help=f"{', '.join(POLICIES)} (default: all of them)")
     parser.add_argument("--microbatches-per-node", type=integer, default=4, help="a node's slice (default: 4)")
-    parser.add_argument("--degraded-cost", type=number, default=0.6, help="in exact microbatches (default: 0.6)")
+    parser.add_argument(
+        "--degraded-cost",
+        type=_numbers,
+        default=[0.6],
+        metavar="COST[,COST]",
+        help="in exact microbatches, of each level (default: 0.6)",
+    )
     parser.add_argument("--slack", type=number, default=0.1, help="extra load that balanced accepts (default: 0.1)")
     parser.add_argument(
         "--max-slowdown", type=number, default=0.01, help="extra time of a step that auto accepts (default: 0.01)"

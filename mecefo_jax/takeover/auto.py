@@ -2,8 +2,8 @@
 
 A plan's *slowdown* is the extra time of its step, by its busiest unit's load, as a fraction of a healthy step. Its
 *error* is the estimated distance of the step's gradient from the failure-free one, relative to the norm of the latter.
-That of degraded microbatches grows with their share ``d`` of the work; ``k`` dropped ones of ``M`` make a smaller
-sample, which is all that they cost:
+That of degraded microbatches grows with their share ``d`` of the work, those of a further level counting more; ``k``
+dropped ones of ``M`` make a smaller sample, which is all that they cost:
 
     error^2 = (degraded_error d)^2 + sampling_error^2 k / (M (M - k))
 """
@@ -39,13 +39,13 @@ class Choice:
 
 
 def estimate(
-    *, critical_load: float, degraded_share: float, num_dropped: int, num_microbatches: int, settings: AutoConfig
+    *, critical_load: float, degradation: float, num_dropped: int, num_microbatches: int, settings: AutoConfig
 ) -> Prospect:
     """What a plan is expected to cost.
 
     Args:
       critical_load: load of its busiest unit, 1.0 being a healthy step.
-      degraded_share: share of what it computes that is degraded, by microbatch and stage.
+      degradation: share of what it computes that is degraded, by microbatch and stage; cheaper levels count more.
       num_dropped: microbatches that it leaves out (k); fewer than all.
       num_microbatches: microbatches of the step (M).
       settings: the errors of degrading and of sampling.
@@ -54,7 +54,7 @@ def estimate(
     sampling = settings.sampling_error * math.sqrt(num_dropped / (num_microbatches * kept))
     return Prospect(
         slowdown=max(critical_load - 1, 0.0),
-        error=math.hypot(settings.degraded_error * degraded_share, sampling),
+        error=math.hypot(settings.degraded_error * degradation, sampling),
     )
 
 

@@ -10,7 +10,6 @@ Legend: N nodes, S stages of a node (1 where whole nodes fail), M microbatches, 
 import dataclasses
 import difflib
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import get_args, get_type_hints
@@ -56,7 +55,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for array in (self.live_NS, self.assignee_MS, self.level_MS, self.executor_M):
-            array.setflags(write=False)
+            _read_only(array)
 
     @property
     def num_nodes(self) -> int:
@@ -81,7 +80,7 @@ class Plan:
     @functools.cached_property
     def degraded_MS(self) -> Bool[np.ndarray, "M S"]:
         """Whether the backward pass of a stage of a microbatch is degraded, at any level."""
-        return self.level_MS > 0
+        return _read_only(self.level_MS > 0)
 
     @functools.cached_property
     def any_degraded_M(self) -> Bool[np.ndarray, " M"]:
@@ -138,7 +137,7 @@ class Plan:
         cost_J = np.array([1.0, *self.degraded_costs])
         counts = np.bincount(place_MS[self.assignee_MS >= 0], minlength=cost_J.size * self.live_NS.size)
         work_NS = np.sum(cost_J[:, None, None] * counts.reshape(-1, *self.live_NS.shape), axis=0)
-        return work_NS / self.microbatches_per_node
+        return _read_only(work_NS / self.microbatches_per_node)
 
     @property
     def critical_load(self) -> float:
@@ -149,6 +148,13 @@ class Plan:
     def degraded_share(self) -> float:
         """Share of what is computed, by microbatch and stage, that is degraded."""
         return float(self.degraded_MS[self.executor_M >= 0].mean())
+
+    @property
+    def degradation(self) -> float:
+        """The same, where a microbatch counts by what its level saves, one at the first level in full."""
+        first, *others = self.degraded_costs
+        weight_J = np.array([0.0, 1.0, *((1 - cost) / (1 - first) if first < 1 else 1.0 for cost in others)])
+        return float(weight_J[self.level_MS[self.executor_M >= 0]].mean())
 
     def layer_levels(self, num_layers: int) -> Int[np.ndarray, "M L"]:
         """How far the backward pass of each layer of each microbatch is degraded, as ``level_MS``.
@@ -163,6 +169,11 @@ class Plan:
         """Microbatch ids sorted by executor, and where each node's begin."""
         order = np.argsort(self.executor_M, kind="stable")
         return order, np.searchsorted(self.executor_M[order], np.arange(self.num_nodes + 1))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
 
 
 def make_plan(
@@ -180,8 +191,8 @@ def make_plan(
       live_NS: live units.
       policy: neighbor, reroute, balanced, drop, or auto, which chooses among these.
       microbatches_per_node: microbatches of a node's slice, at least 1.
-      degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; positive and decreasing,
-        and at most 1 for balanced, which degrades in order to save time, and alone goes beyond the first level.
+      degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; positive, and one at
+        most 1 for balanced, which degrades in order to save time, and alone goes beyond the first level.
       slack: load above a healthy step that balanced accepts, as a fraction of a healthy step; not negative.
       auto: what auto weighs; the plan of balanced that it considers has its max_slowdown as slack.
 
@@ -231,7 +242,7 @@ def _choose_plan(
     plans: dict[str, Plan] = {}
     impossible: TooFewLiveNodesError | None = None
     for policy in _CANDIDATES:
-        if policy == "balanced" and degraded_costs[0] > 1:
+        if policy == "balanced" and min(degraded_costs) > 1:
             continue
         try:
             plans[policy] = make_plan(
@@ -249,7 +260,7 @@ def _choose_plan(
     prospects = {
         policy: estimate(
             critical_load=plan.critical_load,
-            degraded_share=plan.degraded_share,
+            degradation=plan.degradation,
             num_dropped=len(plan.dropped),
             num_microbatches=plan.num_microbatches,
             settings=auto,
@@ -284,13 +295,12 @@ def _check_arguments(policy: str, microbatches_per_node: int, degraded_costs: Se
     if microbatches_per_node < 1:
         raise ConfigError(f"train.microbatches_per_node={microbatches_per_node}: set 1 or more")
     assert degraded_costs, "one level at least"
-    for cost, cheaper in itertools.pairwise((math.inf, *degraded_costs)):
-        if not (0 < cheaper < math.inf):
-            raise ConfigError(f"faults.degraded_cost={cheaper:g}: set a number above 0 and at most 1")
-        assert cheaper < cost, f"each level is cheaper than the one before: {degraded_costs}"
-    if policy == "balanced" and degraded_costs[0] > 1:
+    for cost in degraded_costs:
+        if not (0 < cost < math.inf):
+            raise ConfigError(f"faults.degraded_cost={cost:g}: set a number above 0 and at most 1")
+    if policy == "balanced" and min(degraded_costs) > 1:
         raise ConfigError(
-            f"a degraded microbatch costs {degraded_costs[0]:.3g} of an exact one, so faults.policy=balanced has "
+            f"a degraded microbatch costs {min(degraded_costs):.3g} of an exact one, so faults.policy=balanced has "
             "nothing to gain; set another policy, a faults.degraded_cost of at most 1, or cheaper switches in degraded"
         )
     if not (0 <= slack < math.inf):

@@ -11,6 +11,7 @@ A node whose stage is dead but which has other live stages may still compute tha
 Legend: N nodes, S stages, M microbatches (``microbatches_per_node`` consecutive ids a node).
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,7 +85,7 @@ def balanced(
 ) -> tuple[Int[np.ndarray, "M S"], Int[np.ndarray, "M S"]]:
     """As ``reroute``, but each unit degrades as many microbatches as its load needs, those taken over first.
 
-    Where there are several levels, no two microbatches of a unit are more than one level apart.
+    Where there are several levels, a unit's microbatches are as near to each other as can be (``levels_needed``).
 
     Args:
       live_NS: live units.
@@ -103,11 +104,13 @@ def balanced(
     home_M = np.repeat(np.arange(num_nodes), microbatches_per_node)
     for stage, assignee_M in enumerate(assignee_MS.T):
         count_N = np.bincount(assignee_M, minlength=num_nodes)
-        level_N, needed_N = levels_needed(count_N, microbatches_per_node, degraded_costs=degraded_costs, slack=slack)
         order = np.lexsort((assignee_M == home_M, assignee_M))
         node_of = assignee_M[order]
         rank = np.arange(order.size) - (np.cumsum(count_N) - count_N)[node_of]
-        level_MS[order, stage] = level_N[node_of] - (rank >= needed_N[node_of])
+        for count in np.unique(count_N[count_N > 0]).tolist():
+            levels = levels_needed(count, microbatches_per_node, degraded_costs=degraded_costs, slack=slack)
+            mine = count_N[node_of] == count
+            level_MS[order[mine], stage] = levels[rank[mine]]
     return assignee_MS, level_MS
 
 
@@ -139,35 +142,45 @@ def drop(
 
 
 def levels_needed(
-    count_N: Int[np.ndarray, " N"], microbatches_per_node: int, *, degraded_costs: Sequence[float], slack: float
-) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
-    """How far nodes must degrade to bring their loads to the limit, or as near to it as can be.
+    count: int, microbatches_per_node: int, *, degraded_costs: Sequence[float], slack: float
+) -> Int[np.ndarray, " K"]:
+    """How far a node must degrade to bring its load to the limit, or as near to it as can be.
 
-    A node takes the least level at which all its microbatches together are within ``(1 + slack)
-    microbatches_per_node``, and of these the fewest that suffice; the others are one level less. With one level of
-    cost ``c`` that is the least ``d`` with ``(count - d) + c d`` within the limit. Where errors grow ever faster with
-    what is saved, as those of sampling do, their sum is least so.
+    All its microbatches at the least level that suffices, then the fewest that suffice, the others one level less, and
+    of these as many another level less as there is room for, and so on. With one level of cost ``c`` that are the
+    fewest ``d`` with ``(count - d) + c d`` within the limit. Levels near each other are best where errors grow ever
+    faster with what is saved, as those of sampling do.
 
     Args:
-      count_N: microbatches that each node computes.
+      count: microbatches that the node computes (K).
       microbatches_per_node: microbatches of a healthy step's slice.
-      degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; decreasing, each in
-        (0, 1]. One of 1 saves nothing, and is not used.
+      degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; positive. A level that
+        costs as much as an exact one, or as a level before it, is not used.
       slack: load above a healthy step that is accepted, as a fraction of a healthy step.
 
     Returns:
-      int64[N] twice: the furthest level, 1 or more, and how many of the node's microbatches are at it, maybe none.
+      int8[K], descending.
     """
-    cost_J = np.array([1.0, *degraded_costs])
-    if cost_J[1] >= 1:
-        return np.ones_like(count_N), np.zeros_like(count_N)
+    useful, costs = [0], [1.0]
+    for level, cost in enumerate(degraded_costs, start=1):
+        if cost < costs[-1]:
+            useful.append(level)
+            costs.append(cost)
     limit = (1 + slack) * microbatches_per_node * (1 + _ROUNDING)
-    fits_NJ = count_N[:, None] * cost_J <= limit
-    furthest = cost_J.size - 1
-    level_N = np.where(fits_NJ.any(axis=1), np.maximum(fits_NJ.argmax(axis=1), 1), furthest)
-    before_N, at_N = cost_J[level_N - 1], cost_J[level_N]
-    needed_N = np.ceil((count_N * before_N - limit) / (before_N - at_N))
-    return level_N, np.clip(needed_N, 0, count_N).astype(np.int64)
+    at = next((place for place, cost in enumerate(costs) if count * cost <= limit), len(costs) - 1)
+    if at == 0:
+        return np.zeros(count, np.int8)
+    needed = math.ceil((count * costs[at - 1] - limit) / (costs[at - 1] - costs[at]))
+    numbers = [0] * len(costs)
+    numbers[at] = min(max(needed, 0), count)
+    numbers[at - 1] = count - numbers[at]
+    room = limit - sum(number * cost for number, cost in zip(numbers, costs, strict=True))
+    for place in range(at - 1, 0, -1):
+        more = costs[place - 1] - costs[place]
+        numbers[place - 1] = min(max(math.floor(room / more), 0), numbers[place])
+        numbers[place] -= numbers[place - 1]
+        room -= numbers[place - 1] * more
+    return np.repeat(np.array(useful, np.int8), numbers)[::-1]
 
 
 def covering_stage(live_NS: Bool[np.ndarray, "N S"]) -> Int[np.ndarray, "N S"]:

@@ -49,7 +49,7 @@ def test_what_died_with_a_node_is_computed_by_the_others_first():
     decision = round_of(said)
     assert decision.action == "prepare" and decision.missing == (4, 5) and decision.lost == {3: Member(node=2)}
     assert decision.view.epoch == 1 and set(decision.view.members) == {1, 2, 4}
-    said[4] = facts(exact=(6, 7), degraded=(4, 5), prepared=1)
+    said[4] = facts(exact=(6, 7), degraded={4: 1, 5: 1}, prepared=1)
     said |= {p: dataclasses.replace(said[p], prepared=1) for p in (1, 2)}
     decision = round_of(said, decision.view)
     assert decision.action == "step" and decision.reduces and decision.view.epoch == 1
@@ -122,7 +122,7 @@ def test_an_evaluation_is_complete_before_the_next_step():
 
 @pytest.mark.parametrize(
     "said",
-    [facts(degraded=(4, 5), levels=(2, 1)), facts(exact=None), facts(waiting=((5, 50),), evaluated={"3": (0.5, 7)})],
+    [facts(degraded={4: 2, 5: 1}), facts(exact=None), facts(waiting=((5, 50),), evaluated={"3": (0.5, 7)})],
 )
 def test_facts_and_views_survive_the_way_through_text(said):
     assert Facts.from_json(said.to_json()) == said

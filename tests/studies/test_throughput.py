@@ -37,9 +37,9 @@ def test_a_stage_cuts_its_replica_for_those_who_drop():
 
 def test_what_saves_less_costs_more_and_the_exact_ones_degrade_nothing():
     rows = rows_of("node", scenario="persistent", persistent_nodes=(5,))
-    ml, mrl, s = (rows["balanced", 0.01, techniques]["degraded_cost"] for techniques in ("ml", "mrl", "s 1/2"))
+    ml, mrl, s = (rows["balanced", 0.01, techniques]["degraded_cost"] for techniques in ("ml", "mrl", "sampled 1/2"))
     assert ml < mrl < s < 1
-    levels = rows["balanced", 0.0, "s to 1/8"]
+    levels = rows["balanced", 0.0, "sampled to 1/8"]
     assert levels["least_cost"] < s < levels["degraded_cost"] and levels["step_time"] == 1
     for exact in ("reroute", "drop"):
         assert rows[exact, None, None]["degraded_fraction"] == 0

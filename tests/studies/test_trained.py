@@ -38,10 +38,14 @@ def test_what_a_difference_in_perplexity_is_worth_in_time():
     """Perplexity as the steps to the power of -1/2: a quarter of them is twice as much, 10% more is 21% of steps."""
     exponent = exponent_of_steps({"difference": 100.0}, 0.25)
     assert exponent == pytest.approx(-0.5)
-    slower = {"difference": 10.0, "mean_critical_load": 1.5}
-    assert time_to_perplexity(slower, exponent) == pytest.approx(1.5 * 1.21)
-    assert time_to_perplexity({"difference": 0.0, "mean_critical_load": 1.0}, exponent) == 1
-    assert time_to_perplexity({"difference": None, "mean_critical_load": 1.0}, exponent) is None
+    slower = {"difference": 10.0, "mean_critical_load": 1.5, "difference_deviation": 1.0}
+    time, deviation = time_to_perplexity(slower, exponent)
+    assert time == pytest.approx(1.5 * 1.21)
+    worse = time_to_perplexity(slower | {"difference": 10.01}, exponent)[0]
+    assert deviation == pytest.approx((worse - time) * 100, rel=1e-3)
+    assert time_to_perplexity(slower | {"difference": 0.0, "difference_deviation": None}, exponent) == (1.5, None)
+    assert time_to_perplexity(slower | {"difference": None}, exponent) is None
     lines = comparison_table(compare(ROWS, ("policy",), {"policy": "-"}), ("policy",), exponent).splitlines()
-    assert lines[0].split(" | ")[5] == "time to it" and "| 1.50 | 1.56 | 900 |" in lines[3]
+    assert lines[0].split(" | ")[5] == "time to the same perplexity"
+    assert "| 1.50 | 1.56 +- 0.04 | 900 |" in lines[3]
     assert "| 1.50 | - | 1,000 |" in lines[4]

@@ -105,6 +105,7 @@ def test_the_boxes_of_all_units_are_the_plan(policy):
         (["--microbatches-per-node", "1e12"], "--microbatches-per-node: got 1000000000000", 2),
         (["--slack", "-1"], "error: --slack=-1", 2),
         (["--degraded-cost", "0"], "error: --degraded-cost=0", 2),
+        (["--degraded-cost", "0.9,0"], "error: --degraded-cost=0", 2),
         (["--nodes", "2", "--failed", "0,1", "--policy", "drop"], "no node is live", 5),
     ],
 )

@@ -225,12 +225,14 @@ def test_balanced_degrades_the_fewest_that_keep_each_unit_within_its_slack(
 @given(
     live_NS=LIVE_UNITS,
     per_node=SLICES,
-    cost_percents=st.lists(st.integers(1, 99), min_size=2, max_size=4, unique=True),
+    cost_percents=st.lists(st.integers(1, 110), min_size=2, max_size=4, unique=True),
     slack_percent=st.integers(0, 100),
 )
 def test_balanced_goes_no_further_down_the_levels_than_a_unit_needs(live_NS, per_node, cost_percents, slack_percent):
     cost_percents.sort(reverse=True)
+    assume(cost_percents[-1] <= 100)
     costs = [fractions.Fraction(percent, 100) for percent in (100, *cost_percents)]
+    useful = [0, *(level for level, cost in enumerate(costs) if cost < 1)]
     degraded_costs = [percent / 100 for percent in cost_percents]
     plan = plan_or_skip(live_NS, "balanced", per_node, degraded_costs=degraded_costs, slack=slack_percent / 100)
     limit = (1 + fractions.Fraction(slack_percent, 100)) * per_node
@@ -240,11 +242,11 @@ def test_balanced_goes_no_further_down_the_levels_than_a_unit_needs(live_NS, per
         work = sum(costs[level] for level in levels)
         assert plan.load_NS[node, stage] * per_node == pytest.approx(float(work))
         if work > limit:
-            assert levels == [len(cost_percents)] * len(levels)  # all as far as can be
+            assert set(levels) <= {useful[-1]}  # all as far as can be
             continue
-        assert levels[-1] - levels[0] <= 1
-        if levels[-1] > 0:  # one more a level less would be too much
-            assert work - costs[levels[-1]] + costs[levels[-1] - 1] > limit
+        assert set(levels) <= set(useful)
+        for level in set(levels) - {0}:  # no other one can be a level less
+            assert work - costs[level] + costs[useful[useful.index(level) - 1]] > limit
 
 
 def test_levels_by_hand():
@@ -254,6 +256,13 @@ def test_levels_by_hand():
     plan = plan_of(live_NS, "balanced", degraded_costs=[0.9, 0.8, 0.5], slack=0.1)
     assert plan.critical_load == pytest.approx(1.1)
     assert list(plan.level_MS[:, 0]) == [2] * 4 + [1] * 16  # those taken over first
+    plan = plan_of(nodes_alive(8, 0), "balanced", 8, degraded_costs=[0.95, 0.5], slack=0.01)
+    exact, degraded = plan.microbatches_of(2)
+    assert (len(exact), len(degraded)) == (7, 2) and set(plan.level_MS[degraded, 0]) == {2}, "7 + 2 / 2 is 8"
+    for useless in ([1.0, 0.8], [1.2, 0.8], [0.8, 0.8]):
+        plan = plan_of(live_NS, "balanced", degraded_costs=useless, slack=0.0)
+        assert plan.critical_load == pytest.approx(1.0)
+        assert set(plan.level_MS[plan.degraded, 0]) == ({1} if useless[0] == 0.8 else {2})
     assert plan_of(live_NS, "neighbor", degraded_costs=[0.9, 0.8, 0.5]).level_MS.max() == 1
 
 
@@ -424,6 +433,18 @@ def test_auto_reroutes_where_that_costs_nothing_else_balances_else_takes_the_fas
     assert covered.policy == "neighbor" and set(covered.choice.prospects) == {"neighbor"}
 
 
+def test_auto_weighs_levels_by_what_they_save():
+    def error(costs):
+        plan = make_plan(
+            nodes_alive(8, 3), "auto", microbatches_per_node=8, degraded_costs=costs, slack=0.0, auto=AutoConfig()
+        )
+        return plan.choice.prospects["balanced"].error
+
+    one = error([0.5])
+    assert error([0.75, 0.5]) == pytest.approx(2 * one, rel=0.3), "as much saved, of a first level that saves half"
+    assert error([1.2, 0.5]) > 0
+
+
 def test_auto_has_nothing_to_choose_while_all_are_healthy():
     plan = plan_of(np.ones((4, 1)), "auto")
     assert plan.choice is None and plan.degraded.size == plan.taken_over.size == 0
@@ -435,7 +456,7 @@ def test_the_error_that_auto_expects_of_dropping_is_that_of_a_smaller_sample():
     errors = noise[:, dropped:].mean(axis=1) - noise.mean(axis=1)
     expected = estimate(
         critical_load=1.0,
-        degraded_share=0.0,
+        degradation=0.0,
         num_dropped=dropped,
         num_microbatches=total,
         settings=AutoConfig(sampling_error=1.0),
