@@ -56,22 +56,18 @@ def cells(quick: bool) -> list[Cell]:
     seeds = range(1 if quick else 3)
     found = [_cell("1M", "node", "none", FAILURE_FREE, seed, quick) for seed in seeds]
     found += [_cell("1M", "node", "shorter", FAILURE_FREE, seed, quick) for seed in seeds]
-    under_high: tuple[tuple[tuple[Variant, ...], Granularity], ...] = (
-        (_MAIN, "node"),
-        (_PAPER, "node"),
-        (_OTHERS, "node"),
-        (_MAIN, "stage"),
-    )
-    for variants, fails in under_high:
+    for variants in (_MAIN, _PAPER, _OTHERS):
         found += [
-            _cell("1M", fails, "high", variant, seed, quick) for seed, variant in itertools.product(seeds, variants)
+            _cell("1M", "node", "high", variant, seed, quick) for seed, variant in itertools.product(seeds, variants)
         ]
-    found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     found += [_cell("1M", fails, "high", _EXACT, 0, quick) for fails in _FAILS]
+    if not quick:
+        found.append(_cell("5M", "node", "none", FAILURE_FREE, 0, quick))
+        found += [_cell("5M", "node", "high", variant, 0, quick) for variant in _MAIN]
+    found += [_cell("1M", "stage", "high", variant, seed, quick) for seed, variant in itertools.product(seeds, _MAIN)]
+    found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     if quick:
         return found
-    found.append(_cell("5M", "node", "none", FAILURE_FREE, 0, quick))
-    found += [_cell("5M", "node", "high", variant, 0, quick) for variant in _MAIN]
     return found + [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
 
 
