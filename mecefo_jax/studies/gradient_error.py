@@ -64,7 +64,7 @@ _PASSES = tuple(
     for source in (_SOURCES if BACKWARDS[name].low_rank else (None,))
 )
 """Policies, their backward passes of degraded microbatches, and what bases are made of, if there are any."""
-_LOOKS, _BATCHES = 4, 4
+_LOOKS, _BATCHES = 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
