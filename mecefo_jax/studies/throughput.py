@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -185,6 +186,9 @@ def _range(row: Row) -> str:
     return most if most == least else f"{most} to {least}"
 
 
+_COLORS = matplotlib.colormaps["tab20"]
+
+
 def plot(rows: Sequence[Row]) -> Figure:
     """Drops under ``high``, a group of bars for each run."""
     kinds = list(dict.fromkeys(row["fails"] for row in rows))
@@ -199,9 +203,9 @@ def plot(rows: Sequence[Row]) -> Figure:
                 row["drop_percent"] for row in chosen if (row["policy"], row["slack"], row["techniques"]) == variant
             ]
             policy, slack, techniques = variant
-            parts = (policy, slack and f"slack {slack:g}", techniques)
+            parts = (policy, None if slack is None else f"slack {slack:g}", techniques)
             label = ", ".join(part for part in parts if part)
-            axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label)
+            axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label, color=_COLORS(place))
         axes.bar(
             np.arange(len(runs)) + len(variants) * width,
             [PAPER[run] for run in runs],
