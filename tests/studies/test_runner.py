@@ -83,3 +83,10 @@ def test_rows_come_back_from_the_file(tmp_path):
     (tmp_path / "other.csv").write_text("x,y\n1,2\n")
     with pytest.raises(DataError, match="no column key"):
         rows.read(tmp_path / "other.csv")
+
+
+def test_what_a_cell_tries_beside_its_config_is_work_of_its_own():
+    plain = cell(1)
+    tried = dataclasses.replace(plain, tries=("drop", 4))
+    assert len({plain.key, tried.key, dataclasses.replace(plain, tries=("drop", 5)).key}) == 3
+    assert tried.key == dataclasses.replace(plain, tries=("drop", 4)).key
