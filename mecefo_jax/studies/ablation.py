@@ -105,7 +105,7 @@ def report(rows: Sequence[Row]) -> str:
 
 def plot(rows: Sequence[Row]) -> Figure:
     """Operations and memory, relative to no technique."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     runs = list(dict.fromkeys(row["run"] for row in rows))
     for place, run in enumerate(runs):
@@ -118,7 +118,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.set_xticks([index + 0.3 for index in range(len(TECHNIQUES))], TECHNIQUES)
         axes.set_title(f"{title}, relative to no technique", fontsize=10)
         axes.grid(axis="y", alpha=0.3)
-    left.legend(fontsize=7)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 

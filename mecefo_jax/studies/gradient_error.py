@@ -364,7 +364,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.set_title(f"{size}, {down} {fails}s down", fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel("relative error of the gradient")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
