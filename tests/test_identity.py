@@ -36,7 +36,7 @@ def test_an_unchanged_config_says_nothing():
         ("train__seed", 1),
         ("train__microbatch_size", 8),
         ("basis__rank", 64),
-        ("basis__source", "momentum"),
+        ("basis__source", "weight"),
     ],
 )
 def test_an_identity_field_is_refused_with_both_values(name, value):
