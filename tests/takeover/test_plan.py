@@ -441,8 +441,10 @@ def test_auto_weighs_levels_by_what_they_save():
         return plan.choice.prospects["balanced"].error
 
     one = error([0.5])
-    assert error([0.75, 0.5]) == pytest.approx(2 * one, rel=0.3), "as much saved, of a first level that saves half"
-    assert error([1.2, 0.5]) > 0
+    assert one == pytest.approx(1.2 * 16 / 64), "six nodes degrade 2 of 9, one 4 of 10"
+    assert error([0.75, 0.5]) == pytest.approx(2 * one), "twice as many, at the first level"
+    assert error([0.95, 0.5]) == pytest.approx(10 * one), "as many at the second level, which saves ten times the first"
+    assert error([1.2, 0.5]) == pytest.approx(one), "a first level that saves nothing is no measure"
 
 
 def test_auto_has_nothing_to_choose_while_all_are_healthy():
