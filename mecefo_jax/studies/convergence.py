@@ -37,7 +37,7 @@ from mecefo_jax.takeover import make_plan
 
 NODES = (1, 2, 4, 8)
 STEPS = (50, 100, 200, 400, 800)
-_LEARNING_RATE, _MOMENTUM = 0.05, 0.9
+_LEARNING_RATE, _MOMENTUM = 0.002, 0.9
 """The rate is that of one node and the fewest steps."""
 _PER_NODE, _LOOKS, _HELD_OUT = 4, 25, 64
 

@@ -18,6 +18,7 @@ from mecefo_jax.studies.small_runs import (
     Granularity,
     Size,
     Variant,
+    size_in_words,
     small_run,
     train,
 )
@@ -30,6 +31,7 @@ _MAIN: tuple[Variant, ...] = (
     ("neighbor", "paper", "weight"),
     ("drop", None, None),
 )
+_TO_QUARTER: Variant = ("balanced", "sampled to 1/4", None)
 _OTHERS: tuple[Variant, ...] = (
     ("balanced", "sampled 1/2", None),
     ("balanced", "sampled 3/8", None),
@@ -37,7 +39,8 @@ _OTHERS: tuple[Variant, ...] = (
 )
 _PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), ("balanced", "paper", "momentum"))
 _EXACT: Variant = ("reroute", None, None)
-VARIANTS = (*_MAIN, *_OTHERS, *_PAPER, _EXACT)
+_LONGER = (_TO_QUARTER, _PAPER[1], _MAIN[2])
+VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
 _SHORTER = 2 / 3
@@ -48,7 +51,7 @@ _BASELINE = {"scenario": "none", "fails": "node", **dict.fromkeys(VARIANT)}
 def cells(quick: bool) -> list[Cell]:
     """1M under all scenarios, 5M without failures and under the worst; three seeds of 1M under the worst, else one.
 
-    Failure-free runs of 1M come in two lengths.
+    Failure-free runs of 1M come in two lengths. Longer runs try what takes the time of a healthy step or little more.
 
     Without failures it does not matter what could fail. ``reroute`` is exact, whatever fails: one seed shows it. Where
     stages fail, other fractions and bases have one seed too.
@@ -68,6 +71,10 @@ def cells(quick: bool) -> list[Cell]:
     found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     if quick:
         return found
+    for seed in seeds:
+        found.append(_cell("1M longer", "node", "none", FAILURE_FREE, seed, quick))
+        found += [_cell("1M longer", "node", "high", variant, seed, quick) for variant in _LONGER]
+    found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, 0, quick))
     return found + [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
 
 
@@ -94,8 +101,8 @@ def report(rows: Sequence[Row]) -> str:
         "`high` a sixteenth, 3/32 and an eighth of the units are down on average. Perplexity is that of all held-out "
         "text after the last step; +- is the standard deviation over seeds; differences are to the failure-free run "
         "of the same seed. The load is that of the busiest unit, 1 being a healthy step; `balanced` may take "
-        f"{SLACK:.0%} more than that, but nothing more with `sampled to 1/8`. Steps that a policy has no plan for "
-        "(`drop`, where every replica is cut) are waited out, and not counted.",
+        f"{SLACK:.0%} more than that, but nothing more with `sampled to 1/4` and `to 1/8`. Steps that a policy has no "
+        "plan for (`drop`, where every replica is cut) are waited out, and not counted.",
         BACKWARDS_IN_WORDS,
         "`shorter` runs have two thirds of the steps. What they come to says how many steps a difference is worth; the "
         "time to the same perplexity as without failures is the load times the steps that this takes, relative "
@@ -106,7 +113,7 @@ def report(rows: Sequence[Row]) -> str:
         what = f"whole nodes fail, of {NODES}"
         if fails == "stage":
             what = f"pipeline stages fail, {STAGES} in each of {REPLICAS} nodes"
-        parts += [f"### {size} parameters; {what}", comparison_table(chosen, _BY[2:], _exponent(conditions, size))]
+        parts += [f"### {size_in_words(size)}; {what}", comparison_table(chosen, _BY[2:], _exponent(conditions, size))]
     return "\n\n".join(parts)
 
 

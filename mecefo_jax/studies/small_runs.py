@@ -33,7 +33,7 @@ from mecefo_jax.faults import make_fault_source
 from mecefo_jax.faults import scenario as scenarios
 from mecefo_jax.membership import plan_for
 
-Size = Literal["1M", "5M"]
+Size = Literal["1M", "1M longer", "5M"]
 Granularity = Literal["node", "stage"]
 
 HOURS = 44.0
@@ -43,9 +43,8 @@ NODES, REPLICAS, STAGES = 16, 4, 8
 UNITS_OF_PAPER = 32
 _SEQ_LEN, _MICROBATCH, _MICROBATCHES = 64, 2, 128
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
-_STEPS = {"1M": 300, "5M": 100}
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
-
+_STEPS: dict[str, int] = {"1M": 300, "1M longer": 800, "5M": 100}
 
 SLACK = 0.01
 """Of ``balanced``, as a fraction of a healthy step; none where degraded passes go far enough to do without."""
@@ -61,6 +60,7 @@ BACKWARDS: dict[str, DegradedConfig] = {
     "sampled": _sampled(0.75, 0.5),
     "sampled 1/2": _sampled(0.5),
     "sampled 3/8": _sampled(0.375),
+    "sampled to 1/4": _sampled(0.75, 0.5, 0.375, 0.25),
     "sampled to 1/8": _sampled(0.75, 0.5, 0.375, 0.25, 0.125),
 }
 """Degraded backward passes that are compared, by the names that tables give them. Nothing is recomputed: that saves
@@ -70,7 +70,8 @@ BACKWARDS_IN_WORDS = (
     "Backward passes of degraded microbatches: `paper` skips attention, and projects the feed-forward's weight "
     "gradients (the paper's m and l); `l` does the latter alone; `sampled` skips nothing, and estimates weight "
     "gradients without bias (not in the paper): from 3/4 or 1/2 of the tokens, the most that keeps to the allowed "
-    "time; or always from the fraction that is named; or, `to 1/8`, from 6/8, 4/8, 3/8, 2/8 or 1/8."
+    "time; or always from the fraction that is named; or, `to 1/4` and `to 1/8`, from 6/8, 4/8, 3/8, 2/8 and, the "
+    "latter, 1/8."
 )
 
 Variant = tuple[str | None, str | None, str | None]
@@ -78,6 +79,15 @@ Variant = tuple[str | None, str | None, str | None]
 VARIANT = ("policy", "backward", "source")
 """Columns of a variant."""
 FAILURE_FREE: Variant = (None, None, None)
+
+
+def size_in_words(size: str) -> str:
+    """As titles have it."""
+    return f"{_parameters(size)} parameters, {_STEPS[size]} steps"
+
+
+def _parameters(size: str) -> str:
+    return size.split()[0]
 
 
 def small_run(
@@ -95,7 +105,7 @@ def small_run(
     """A run of a study.
 
     Args:
-        size: parameters, about.
+        size: parameters, about, and whether the run is longer than usual.
         granularity: what fails.
         seed: of initialization, data and failures.
         quick: whether it is to be over in seconds.
@@ -105,7 +115,7 @@ def small_run(
         variant: what is done about failures.
         faults: of ``FaultsConfig``.
     """
-    hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[size]
+    hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[_parameters(size)]
     steps = round((8 if quick else _STEPS[size]) * fraction)
     nodes, units = (NODES, NODES) if granularity == "node" else (REPLICAS, REPLICAS * STAGES)
     settings: dict[str, Any] = {} if granularity == "node" else {"granularity": "stage", "num_stages": STAGES}
@@ -122,14 +132,14 @@ def small_run(
     settings |= {"policy": policy or "neighbor", "slack": accepted_slack(backward)}
     basis: dict[str, Any] = {"source": source or "weight"}
     config = Config(
-        name=f"study_{size}",
+        name=f"study_{_parameters(size)}",
         model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
         data=DataConfig(source="builtin", tokenizer="bytes", seq_len=_SEQ_LEN),
         mesh=MeshConfig(num_nodes=nodes, num_submeshes=1),
         train=TrainConfig(
             steps=steps, microbatch_size=_MICROBATCH, microbatches_per_node=_MICROBATCHES // nodes, seed=seed
         ),
-        optim=OptimConfig(learning_rate=_LEARNING_RATES[size]),
+        optim=OptimConfig(learning_rate=_LEARNING_RATES[_parameters(size)]),
         degraded=BACKWARDS[backward or "paper"],
         basis=BasisConfig(rank=max(hidden // 8, 1), refresh_every=5, **basis),
         faults=FaultsConfig(**(settings | faults)),
@@ -141,7 +151,7 @@ def small_run(
 
 def accepted_slack(backward: str | None) -> float:
     """Load above a healthy step that ``balanced`` accepts, as a fraction of a healthy step."""
-    return 0.0 if backward == "sampled to 1/8" else SLACK
+    return 0.0 if backward in ("sampled to 1/4", "sampled to 1/8") else SLACK
 
 
 def wait_out(config: Config) -> Config:
