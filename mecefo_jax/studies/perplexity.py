@@ -71,11 +71,13 @@ def cells(quick: bool) -> list[Cell]:
     found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     if quick:
         return found
+    found += [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
     for seed in seeds:
         found.append(_cell("1M longer", "node", "none", FAILURE_FREE, seed, quick))
         found += [_cell("1M longer", "node", "high", variant, seed, quick) for variant in _LONGER]
-    found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, 0, quick))
-    return found + [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
+        if seed == 0:
+            found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, seed, quick))
+    return found
 
 
 def _cell(size: Size, fails: Granularity, scenario: str, variant: Variant, seed: int, quick: bool) -> Cell:
