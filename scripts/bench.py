@@ -30,6 +30,7 @@ from mecefo_jax.bench.timing import compile_seconds, degraded_time, healthy_step
 from mecefo_jax.cli import parse, scan
 from mecefo_jax.config import BYTE_ENTRIES, Config, DegradedConfig, check_vocab_size
 from mecefo_jax.errors import ConfigError, RunError
+from mecefo_jax.membership import run_degraded_costs
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import compute_dtype
 from mecefo_jax.state import init_sharded_state
@@ -119,18 +120,19 @@ def measure(config: Config, vocab_size: int, seconds: float) -> dict[str, Any]:
         "degraded_cost": compiled["degraded_cost"],
         "own_degraded_cost": own_cost,
         "refresh_cost": {name: float(np.median(refreshes[name] / refreshes["step"])) for name in ("svd", "subspace")},
-        "critical_load": critical_loads(config, own_cost),
+        "critical_load": critical_loads(config, _level_costs(config, vocab_size, own_cost)),
         "temp_memory": compiled["temp_memory"],
         "compile_s": compile_seconds(config, vocab_size),
     }
 
 
-def critical_loads(config: Config, degraded_cost: float) -> dict[str, dict[str, float]]:
+def critical_loads(config: Config, degraded_costs: Sequence[float]) -> dict[str, dict[str, float]]:
     """Critical load of each policy's plan with one and with two neighbouring nodes of eight failed.
 
     Args:
         config: its slice and slack count.
-        degraded_cost: of a degraded microbatch, in exact ones. Above 1 it is planned as 1, but loads as it is.
+        degraded_costs: of a degraded microbatch at each level, in exact ones. Above 1 one is planned as 1, but loads as
+            it is.
     """
     loads: dict[str, dict[str, float]] = {}
     for policy in POLICIES:
@@ -142,11 +144,11 @@ def critical_loads(config: Config, degraded_cost: float) -> dict[str, dict[str, 
                 live_NS,
                 policy,
                 microbatches_per_node=config.train.microbatches_per_node,
-                degraded_costs=[min(degraded_cost, 1.0)],
+                degraded_costs=[min(cost, 1.0) for cost in degraded_costs],
                 slack=config.faults.slack,
                 auto=config.faults.auto,
             )
-            loads[policy][count] = dataclasses.replace(plan, degraded_costs=(degraded_cost,)).critical_load
+            loads[policy][count] = dataclasses.replace(plan, degraded_costs=tuple(degraded_costs)).critical_load
     return loads
 
 
@@ -204,6 +206,13 @@ def _time_degraded(config: Config, vocab_size: int, seconds: float, costs: dict[
     if own is not None and config.model.remat in costs[own]:
         return costs[own][config.model.remat]["time"]
     return cost(config.degraded, config.model.remat)
+
+
+def _level_costs(config: Config, vocab_size: int, first: float) -> list[float]:
+    """Cost at each level, where the first level's is measured; the others are as far below it as operations are."""
+    by_operations = dataclasses.replace(config, faults=dataclasses.replace(config.faults, degraded_cost=None))
+    counted = run_degraded_costs(by_operations, vocab_size)
+    return [first * (cost / counted[0]) for cost in counted]
 
 
 def _facts(config: Config) -> dict[str, Any]:

@@ -187,13 +187,18 @@ def test_programs_of_a_step_compile():
 
 def test_critical_loads():
     config = dataclasses.replace(TINY, train=TrainConfig(microbatches_per_node=4), faults=FaultsConfig(slack=0.1))
-    loads = bench.critical_loads(config, 0.5)
+    loads = bench.critical_loads(config, [0.5])
     assert loads["neighbor"] == {"1": 1.0, "2": 1.5}  # half of two slices, half of three
     assert loads["reroute"] == {"1": 1.25, "2": 1.5}  # 5 and 6 microbatches where 4 are a slice
     assert loads["drop"] == {"1": 1.0, "2": 1.0}
     assert max(loads["balanced"].values()) <= 1.1
     # Dearer than an exact microbatch: there is a plan all the same, and its load tells the truth.
-    assert bench.critical_loads(config, 1.5)["neighbor"]["1"] == 3.0
+    assert bench.critical_loads(config, [1.5])["neighbor"]["1"] == 3.0
+    # Five microbatches fit into four at the second level, six do not.
+    assert bench.critical_loads(config, [0.9, 0.8])["balanced"] == {
+        "1": pytest.approx(4.4 / 4),
+        "2": pytest.approx(4.8 / 4),
+    }
 
 
 @pytest.mark.slow
