@@ -141,6 +141,24 @@ def slope(rows: Sequence[Row], failures: str) -> float:
     return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else math.nan
 
 
+def ratios(rows: Sequence[Row]) -> list[float]:
+    """The norm with failures relative to that without, ascending, of each number of nodes and steps that has both."""
+    norms = {(row["nodes"], row["steps"], row["failures"]): row["squared_norm"] for row in rows}
+    return sorted(
+        norm / norms[nodes, steps, "no"]
+        for (nodes, steps, failures), norm in norms.items()
+        if failures == "yes" and (nodes, steps, "no") in norms
+    )
+
+
+def _ratio_in_words(rows: Sequence[Row]) -> str:
+    found = ratios(rows)
+    if not found:
+        return ""
+    median = float(np.median(found))
+    return f" With failures it is {median:.2f} times that without in the median, {found[0]:.2f} to {found[-1]:.2f}."
+
+
 def report(rows: Sequence[Row]) -> str:
     """The norm by nodes and steps, and the exponents."""
     lines = []
@@ -160,7 +178,7 @@ def report(rows: Sequence[Row]) -> str:
         "down an eighth of the time, policy `neighbor`. The figure is the mean over the run of the squared norm of "
         "the exact gradient on held-out text; one seed. Least squares on logarithms gives it as (nT) to the "
         f"power of {slope(rows, 'no'):.2f} without failures and {slope(rows, 'yes'):.2f} with them; the claim is at "
-        "most -0.5."
+        f"most -0.5.{_ratio_in_words(rows)}"
     )
     columns = ["nodes n", "steps T", "nT", "without failures", "with failures", "degraded"]
     return f"{what}\n\n{table(columns, lines, left=0)}"

@@ -23,6 +23,15 @@ def test_exponent():
     assert math.isnan(convergence.slope(rows(-0.5, "no")[:1], "no"))
 
 
+def test_failures_are_compared_at_equal_nodes_and_steps():
+    both = rows(-0.5, "no") + [row | {"squared_norm": row["squared_norm"] * row["nodes"]} for row in rows(-0.5, "yes")]
+    assert convergence.ratios(both) == pytest.approx([1, 1, 4, 4])
+    assert convergence.ratios(rows(-0.5, "yes")) == []
+    assert "it is 2.50 times that without in the median, 1.00 to 4.00." in convergence.report(
+        [row | {"degraded": 0.25} for row in both]
+    )
+
+
 def test_rates_and_failures_of_the_cells():
     cells = convergence.cells(False)
     assert {(c.labels["nodes"], c.labels["failures"]) for c in cells} >= {(1, "no"), (2, "yes"), (8, "no")}
@@ -42,4 +51,4 @@ def test_a_run_descends_and_is_degraded_where_nodes_fail(tmp_path, monkeypatch):
     assert results["no"]["degraded"] == 0 < results["yes"]["degraded"] <= 1
     assert all(np.isfinite(row["squared_norm"]) and row["squared_norm"] > 0 for row in results.values())
     # T is 8 in place of the shortest 50: the rate is that much higher.
-    assert results["no"]["learning_rate"] == pytest.approx(0.05 * math.sqrt(2 * 50 / 8))
+    assert results["no"]["learning_rate"] == pytest.approx(0.002 * math.sqrt(2 * 50 / 8))
