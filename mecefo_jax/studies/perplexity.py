@@ -39,7 +39,7 @@ _OTHERS: tuple[Variant, ...] = (
 )
 _PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), ("balanced", "paper", "momentum"))
 _EXACT: Variant = ("reroute", None, None)
-_LONGER = (_TO_QUARTER, _PAPER[1], _MAIN[2])
+_LONGER = (_MAIN[2], _PAPER[1], _TO_QUARTER)
 VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
@@ -74,6 +74,7 @@ def cells(quick: bool) -> list[Cell]:
     found += [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
     for seed in seeds:
         found.append(_cell("1M longer", "node", "none", FAILURE_FREE, seed, quick))
+    for seed in seeds:
         found += [_cell("1M longer", "node", "high", variant, seed, quick) for variant in _LONGER]
         if seed == 0:
             found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, seed, quick))
