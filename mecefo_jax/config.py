@@ -300,9 +300,10 @@ class AutoConfig:
     is, it takes what makes the most progress a second."""
     may_drop: bool = False
     """Whether auto may leave microbatches out (drop), which loses data."""
-    degraded_error: float = 1.2
+    degraded_error: float | None = None
     """Relative error of the gradient if all microbatches are degraded, with several sampled_fractions by the first.
-    Measured for the paper's pass at 1M parameters (docs/results/gradient_error.md)."""
+    None: 1.2, as measured for the paper's pass at 1M parameters (docs/results/gradient_error.md), or what samples of
+    that fraction add to sampling_error."""
     sampling_error: float = 7.0
     """Relative standard deviation of one microbatch's gradient. Measured there, with 128 tokens a microbatch; it falls
     as one over the root of their number."""
@@ -322,7 +323,7 @@ class FaultsConfig:
     """live: nodes are processes (section cluster), dead when they are found to be. Emulated are none; the paper's low,
     mid, high (in hours, see step_seconds); steps (fail_every_steps, back_after_steps); persistent (persistent_nodes);
     trace (trace_file); script (script)."""
-    policy: Literal["neighbor", "reroute", "balanced", "drop", "auto"] = "neighbor"
+    policy: Literal["neighbor", "reroute", "balanced", "drop", "auto"] = "auto"
     """How the microbatches of dead nodes are taken over; auto chooses among the others at each failure."""
     granularity: Literal["node", "stage"] = "node"
     """Unit that fails: a node, or a pipeline stage of a node (a contiguous range of layers; emulated)."""

@@ -12,6 +12,7 @@ from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.progress import Progress
 from mecefo_jax.takeover import Plan, degraded_costs, make_plan
+from mecefo_jax.takeover.auto import with_degraded_error
 
 
 class Events(Protocol):
@@ -111,7 +112,7 @@ def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_costs: S
         microbatches_per_node=config.train.microbatches_per_node,
         degraded_costs=degraded_costs,
         slack=config.faults.slack,
-        auto=config.faults.auto,
+        auto=with_degraded_error(config.faults.auto, config.degraded, config.num_microbatches),
     )
 
 

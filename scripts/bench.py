@@ -35,6 +35,7 @@ from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import compute_dtype
 from mecefo_jax.state import init_sharded_state
 from mecefo_jax.takeover import make_plan
+from mecefo_jax.takeover.auto import with_degraded_error
 from mecefo_jax.takeover.plan import POLICIES
 
 _FAILED_OF_EIGHT = {"1": (3,), "2": (3, 4)}  # two neighbours: the worst case of the policy neighbor
@@ -146,7 +147,7 @@ def critical_loads(config: Config, degraded_costs: Sequence[float]) -> dict[str,
                 microbatches_per_node=config.train.microbatches_per_node,
                 degraded_costs=[min(cost, 1.0) for cost in degraded_costs],
                 slack=config.faults.slack,
-                auto=config.faults.auto,
+                auto=with_degraded_error(config.faults.auto, config.degraded, config.num_microbatches),
             )
             loads[policy][count] = dataclasses.replace(plan, degraded_costs=tuple(degraded_costs)).critical_load
     return loads

@@ -26,6 +26,7 @@ from mecefo_jax.studies.markdown import table
 from mecefo_jax.studies.small_runs import BACKWARDS, REPLICAS, STAGES, accepted_slack
 from mecefo_jax.studies.study import Cell, Row, Study
 from mecefo_jax.takeover import degraded_costs, make_plan
+from mecefo_jax.takeover.auto import with_degraded_error
 
 RUNS = ("llama_350m", "llama_1b", "llama_7b")
 PAPER: dict[str, float] = {"llama_350m": 1.07, "llama_1b": 2.98, "llama_7b": 4.18}
@@ -48,6 +49,10 @@ VARIANTS: tuple[Variant, ...] = (
     ("balanced", accepted_slack("sampled to 1/4"), "sampled to 1/4", 4),
     ("balanced", accepted_slack("sampled to 1/8"), "sampled to 1/8", 1),
     ("balanced", accepted_slack("sampled to 1/8"), "sampled to 1/8", 4),
+    ("auto", None, "mrl", 1),
+    ("auto", None, "ml", 1),
+    ("auto", None, "sampled to 1/4", 1),
+    ("auto", None, "sampled to 1/4", 4),
     ("balanced", 0.1, "ml", 1),
     ("balanced", 0.1, "sampled", 1),
     ("drop", None, None, 1),
@@ -102,7 +107,7 @@ def predict(config: Config, workdir: pathlib.Path) -> list[dict[str, Any]]:
         costs = _costs(divided, techniques or "mrl")
         totals = np.zeros(3)
         for live, count in looks.items():
-            totals += count * np.array(_step(divided, live, policy, slack or 0.0, costs))
+            totals += count * np.array(_step(divided, live, policy, slack or 0.0, costs, techniques))
         time, tokens, degraded = totals / config.train.steps
         rows.append(
             {
@@ -134,7 +139,7 @@ def _divided(config: Config, pieces: int) -> Config:
 
 
 def _step(
-    config: Config, live: bytes, policy: str, accepted: float, costs: tuple[float, ...]
+    config: Config, live: bytes, policy: str, accepted: float, costs: tuple[float, ...], techniques: str | None
 ) -> tuple[float, float, float]:
     """Time of a step in healthy ones, share of its tokens that are trained on, and share degraded."""
     shape = (config.mesh.num_nodes, config.faults.num_stages)
@@ -146,6 +151,7 @@ def _step(
             microbatches_per_node=config.train.microbatches_per_node,
             degraded_costs=costs,
             slack=accepted,
+            auto=with_degraded_error(config.faults.auto, PASSES[techniques or "mrl"], config.num_microbatches),
         )
     except TooFewLiveNodesError:  # a stage is dead everywhere: the run waits
         return 1.0, 0.0, 0.0

@@ -65,7 +65,7 @@ def test_equal_work_has_one_key():
     other = Cell(labels={"seed": 9}, config=cell(1).config, measure=measure)
     assert other.key == cell(1).key, "labels are no part of the work"
     config = cell(1).config
-    for slack, policy, equal in ((0.7, "neighbor", True), (0.7, "balanced", False)):
+    for slack, policy, equal in ((0.7, "auto", True), (0.7, "balanced", False)):
         faults = dataclasses.replace(config.faults, slack=slack, policy=policy)
         changed = Cell(labels={}, config=dataclasses.replace(config, faults=faults), measure=measure)
         assert (changed.key == cell(1).key) == equal, "what has no effect does not count"
