@@ -91,7 +91,7 @@ def test_other_changes_are_told_and_housekeeping_is_not():
     now["name"] = "other"
     assert check_identity(BASE, now) == [
         "degraded.low_rank: saved true, now false",
-        'faults.policy: saved "neighbor", now "balanced"',
+        'faults.policy: saved "auto", now "balanced"',
         'model.remat: saved "none", now "block"',
     ]
 

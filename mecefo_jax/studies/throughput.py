@@ -226,7 +226,7 @@ def _range(row: Row) -> str:
     return most if most == least else f"{most} to {least}"
 
 
-_COLORS = matplotlib.colormaps["tab20"]
+_COLORS = [matplotlib.colormaps[name](place) for name in ("tab20", "tab20b") for place in range(20)]
 
 
 def plot(rows: Sequence[Row]) -> Figure:
@@ -243,7 +243,7 @@ def plot(rows: Sequence[Row]) -> Figure:
             divided = "" if pieces == 1 else f"{pieces} x as many microbatches"
             parts = (policy, "" if slack is None else f"slack {slack:g}", techniques, divided)
             label = ", ".join(filter(None, parts))
-            axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label, color=_COLORS(place))
+            axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label, color=_COLORS[place])
         axes.bar(
             np.arange(len(runs)) + len(VARIANTS) * width,
             [PAPER[run] for run in runs],
