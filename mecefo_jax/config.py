@@ -302,11 +302,11 @@ class AutoConfig:
     """Whether auto may leave microbatches out (drop), which loses data."""
     degraded_error: float | None = None
     """Relative error of the gradient if all microbatches are degraded, with several sampled_fractions by the first.
-    None: 1.2, as measured for the paper's pass at 1M parameters (docs/results/gradient_error.md), or what samples of
-    that fraction add to sampling_error."""
+    None: 1.2 where attention is skipped or gradients are of low rank, measured for both together at 1M parameters
+    (docs/results/gradient_error.md); with samples alone their noise (takeover/auto.py)."""
     sampling_error: float = 7.0
-    """Relative standard deviation of one microbatch's gradient. Measured there, with 128 tokens a microbatch; it falls
-    as one over the root of their number."""
+    """Relative standard deviation of one microbatch's gradient. Measured there, with 128 tokens a microbatch; of one
+    model it falls as one over the root of their number, but gradients of larger models are noisier."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is out of range."""

@@ -11,8 +11,8 @@ from mecefo_jax.config import Config
 from mecefo_jax.errors import TooFewLiveNodesError
 from mecefo_jax.faults import make_fault_source
 from mecefo_jax.progress import Progress
-from mecefo_jax.takeover import Plan, degraded_costs, make_plan
-from mecefo_jax.takeover.auto import with_degraded_error
+from mecefo_jax.takeover import Plan, degraded_costs, make_plan, scaled_costs
+from mecefo_jax.takeover.auto import expected_errors
 
 
 class Events(Protocol):
@@ -112,7 +112,8 @@ def plan_for(config: Config, live_NS: Bool[np.ndarray, "N S"], degraded_costs: S
         microbatches_per_node=config.train.microbatches_per_node,
         degraded_costs=degraded_costs,
         slack=config.faults.slack,
-        auto=with_degraded_error(config.faults.auto, config.degraded, config.num_microbatches),
+        auto=config.faults.auto,
+        errors=expected_errors(config.faults.auto, config.degraded),
     )
 
 
@@ -148,4 +149,4 @@ def run_degraded_costs(config: Config, vocab_size: int) -> tuple[float, ...]:
         vocab_size=vocab_size,
     )
     first = config.faults.degraded_cost
-    return costs if first is None else tuple(first * (cost / costs[0]) for cost in costs)
+    return costs if first is None else scaled_costs(costs, first)

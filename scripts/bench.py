@@ -34,8 +34,8 @@ from mecefo_jax.membership import run_degraded_costs
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import compute_dtype
 from mecefo_jax.state import init_sharded_state
-from mecefo_jax.takeover import make_plan
-from mecefo_jax.takeover.auto import with_degraded_error
+from mecefo_jax.takeover import make_plan, scaled_costs
+from mecefo_jax.takeover.auto import expected_errors
 from mecefo_jax.takeover.plan import POLICIES
 
 _FAILED_OF_EIGHT = {"1": (3,), "2": (3, 4)}  # two neighbours: the worst case of the policy neighbor
@@ -131,7 +131,7 @@ def critical_loads(config: Config, degraded_costs: Sequence[float]) -> dict[str,
     """Critical load of each policy's plan with one and with two neighbouring nodes of eight failed.
 
     Args:
-        config: its slice and slack count.
+        config: its slice, slack, techniques and what it says of auto count.
         degraded_costs: of a degraded microbatch at each level, in exact ones. Above 1 one is planned as 1, but loads as
             it is.
     """
@@ -147,7 +147,8 @@ def critical_loads(config: Config, degraded_costs: Sequence[float]) -> dict[str,
                 microbatches_per_node=config.train.microbatches_per_node,
                 degraded_costs=[min(cost, 1.0) for cost in degraded_costs],
                 slack=config.faults.slack,
-                auto=with_degraded_error(config.faults.auto, config.degraded, config.num_microbatches),
+                auto=config.faults.auto,
+                errors=expected_errors(config.faults.auto, config.degraded),
             )
             loads[policy][count] = dataclasses.replace(plan, degraded_costs=tuple(degraded_costs)).critical_load
     return loads
@@ -209,11 +210,9 @@ def _time_degraded(config: Config, vocab_size: int, seconds: float, costs: dict[
     return cost(config.degraded, config.model.remat)
 
 
-def _level_costs(config: Config, vocab_size: int, first: float) -> list[float]:
+def _level_costs(config: Config, vocab_size: int, measured: float) -> tuple[float, ...]:
     """Cost at each level, where the first level's is measured; the others are as far below it as operations are."""
-    by_operations = dataclasses.replace(config, faults=dataclasses.replace(config.faults, degraded_cost=None))
-    counted = run_degraded_costs(by_operations, vocab_size)
-    return [first * (cost / counted[0]) for cost in counted]
+    return scaled_costs(run_degraded_costs(config, vocab_size), measured)
 
 
 def _facts(config: Config) -> dict[str, Any]:

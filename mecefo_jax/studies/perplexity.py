@@ -26,21 +26,19 @@ from mecefo_jax.studies.study import Cell, Row, Study
 from mecefo_jax.studies.trained import Condition, compare, comparison_table, exponent_of_steps
 
 SCENARIOS = ("low", "mid", "high")
-_MAIN: tuple[Variant, ...] = (
-    ("balanced", "sampled", None),
-    ("neighbor", "paper", "weight"),
-    ("drop", None, None),
-)
+_DROP: Variant = ("drop", None, None)
+_MAIN: tuple[Variant, ...] = (("balanced", "sampled", None), ("neighbor", "paper", "weight"), _DROP)
 _TO_QUARTER: Variant = ("balanced", "sampled to 1/4", None)
 _OTHERS: tuple[Variant, ...] = (
     ("balanced", "sampled 1/2", None),
     ("balanced", "sampled 3/8", None),
     ("balanced", "sampled to 1/8", None),
 )
-_PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), ("balanced", "paper", "momentum"))
+_OF_MOMENTUM: Variant = ("balanced", "paper", "momentum")
+_PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), _OF_MOMENTUM)
 _AUTO: Variant = ("auto", "paper", "momentum")
 _EXACT: Variant = ("reroute", None, None)
-_LONGER = (_TO_QUARTER, _PAPER[1])
+_LONGER = (_TO_QUARTER, _OF_MOMENTUM)
 VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _AUTO, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
@@ -80,7 +78,7 @@ def cells(quick: bool) -> list[Cell]:
     for seed in seeds:
         found += [_cell("1M longer", "node", "high", variant, seed, quick) for variant in _LONGER]
     found += [_cell("1M", "stage", "high", _AUTO, seed, quick) for seed in seeds]
-    found.append(_cell("1M longer", "node", "high", _MAIN[2], 0, quick))
+    found.append(_cell("1M longer", "node", "high", _DROP, 0, quick))
     return found
 
 

@@ -60,7 +60,7 @@ def _plan_or_reason(live_NS: np.ndarray, policy: str, arguments: argparse.Namesp
             microbatches_per_node=arguments.microbatches_per_node,
             degraded_costs=arguments.degraded_cost,
             slack=arguments.slack,
-            auto=AutoConfig(max_slowdown=arguments.max_slowdown),
+            auto=AutoConfig(max_slowdown=arguments.max_slowdown, degraded_error=arguments.degraded_error),
         )
     except TooFewLiveNodesError as error:
         if arguments.policy is not None:
@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slack", type=number, default=0.1, help="extra load that balanced accepts (default: 0.1)")
     parser.add_argument(
         "--max-slowdown", type=number, default=0.01, help="extra time of a step that auto accepts (default: 0.01)"
+    )
+    parser.add_argument(
+        "--degraded-error",
+        type=number,
+        default=1.2,
+        metavar="ERROR",
+        help="relative error of the gradient, were all microbatches degraded, that auto expects (default: 1.2)",
     )
     parser.add_argument(
         "--stages", type=integer, default=1, help="stages of a node that fail on their own (default: 1)"

@@ -1,15 +1,14 @@
 """The policy ``auto``: which of the others takes over a failure, by predicted time and estimated gradient error.
 
 A plan's *slowdown* is the extra time of its step, by its busiest unit's load, as a fraction of a healthy step. Its
-*error* is the estimated distance of the step's gradient from the failure-free one, relative to the norm of the latter.
-That of degraded microbatches grows with their share ``d`` of the work, those of a further level counting more; ``k``
-dropped ones of ``M`` make a smaller sample, which is all that they cost:
+*error* is the estimated distance of the step's gradient from the failure-free one, relative to the norm of the latter:
 
-    error^2 = (degraded_error d)^2 + sampling_error^2 k / (M (M - k))
+    error^2 = (degraded d)^2 + sampling^2 (v / K + k / (M K)),  K = M - k
 
-Where it is not configured, ``degraded_error`` is the paper's pass's, or that of noise: a microbatch whose weight
-gradients are made of a fraction ``f`` of the tokens has ``0.2 (1 / f - 1)^1.5`` of its own variance in addition, a fit
-to what was measured at 1M parameters (docs/log.md).
+The first term is a bias, and grows with the share ``d`` of the work that is degraded, further levels counting more.
+The others are noise: ``sampling`` is the relative deviation of one microbatch's gradient, ``v`` the variance that
+samples of the tokens add to it, in its own, on average over what is computed, and ``k`` of ``M`` microbatches are
+dropped, which makes a smaller sample.
 """
 
 import dataclasses
@@ -22,7 +21,20 @@ from mecefo_jax.config import AutoConfig, DegradedConfig
 _ROUNDING = 1e-9
 
 _ERROR_OF_PAPERS_PASS = 1.2
-_SAMPLED_VARIANCE, _SAMPLED_EXPONENT = 0.2, 1.5
+_SAMPLED_VARIANCE, _SAMPLED_EXPONENT = 0.2, 1.5  # a fit to what was measured at 1M parameters (docs/log.md)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Errors:
+    """What takeovers do to a gradient, all relative to its norm."""
+
+    degraded: float
+    """Bias if all microbatches are degraded, at the first level."""
+    level_variances: tuple[float, ...]
+    """Variance that a degraded microbatch has in addition, by level from 1 on, in that of an exact one's gradient;
+    empty: none at any level."""
+    sampling: float
+    """Standard deviation of one microbatch's gradient."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,44 +57,42 @@ class Choice:
     """By policy, of those that have a plan at all."""
 
 
-def with_degraded_error(settings: AutoConfig, switches: DegradedConfig, num_microbatches: int) -> AutoConfig:
-    """The settings with an error of degrading: the configured one, or what these techniques come to by default.
+def expected_errors(settings: AutoConfig, switches: DegradedConfig) -> Errors:
+    """What is configured, or else what a degraded pass of these techniques comes to.
 
-    Args:
-      settings: the errors of degrading and of sampling.
-      switches: techniques of a degraded pass.
-      num_microbatches: microbatches of the step.
+    The paper's techniques have a bias. A microbatch whose weight gradients are made of a fraction ``f`` of the tokens
+    has ``0.2 (1 / f - 1)^1.5`` of its own variance in addition.
     """
-    if settings.degraded_error is not None:
-        return settings
-    error = 0.0
-    if switches.skip_attention or switches.low_rank:
-        error = _ERROR_OF_PAPERS_PASS
-    elif switches.samples:
-        variance = _SAMPLED_VARIANCE * (1 / switches.sampled_fractions[0] - 1) ** _SAMPLED_EXPONENT
-        error = settings.sampling_error * math.sqrt(variance / num_microbatches)
-    return dataclasses.replace(settings, degraded_error=error)
+    bias, variances = settings.degraded_error, ()
+    if bias is None and (switches.skip_attention or switches.low_rank):
+        bias = _ERROR_OF_PAPERS_PASS
+    elif bias is None:
+        variances = tuple(_SAMPLED_VARIANCE * (1 / f - 1) ** _SAMPLED_EXPONENT for f in switches.sampled_fractions)
+    return Errors(degraded=bias or 0.0, level_variances=variances, sampling=settings.sampling_error)
 
 
 def estimate(
-    *, critical_load: float, degradation: float, num_dropped: int, num_microbatches: int, settings: AutoConfig
+    *,
+    critical_load: float,
+    degradation: float,
+    level_variance: float,
+    num_dropped: int,
+    num_microbatches: int,
+    errors: Errors,
 ) -> Prospect:
     """What a plan is expected to cost.
 
     Args:
       critical_load: load of its busiest unit, 1.0 being a healthy step.
-      degradation: share of what it computes that is degraded, by microbatch and stage; cheaper levels count more.
+      degradation: share of what it computes that is degraded, by microbatch and stage; cheaper levels count more (d).
+      level_variance: mean over what it computes of ``errors.level_variances`` (v).
       num_dropped: microbatches that it leaves out (k); fewer than all.
       num_microbatches: microbatches of the step (M).
-      settings: the errors of degrading, if not configured the paper's pass's, and of sampling.
+      errors: of degrading and of sampling.
     """
-    degraded_error = _ERROR_OF_PAPERS_PASS if settings.degraded_error is None else settings.degraded_error
     kept = num_microbatches - num_dropped
-    sampling = settings.sampling_error * math.sqrt(num_dropped / (num_microbatches * kept))
-    return Prospect(
-        slowdown=max(critical_load - 1, 0.0),
-        error=math.hypot(degraded_error * degradation, sampling),
-    )
+    noise = errors.sampling * math.sqrt(level_variance / kept + num_dropped / (num_microbatches * kept))
+    return Prospect(slowdown=max(critical_load - 1, 0.0), error=math.hypot(errors.degraded * degradation, noise))
 
 
 def choose(prospects: Mapping[str, Prospect], candidates: Sequence[str], max_slowdown: float) -> Choice:

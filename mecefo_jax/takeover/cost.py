@@ -83,6 +83,11 @@ def degraded_flops(
     return model.num_layers * layer + _head(model, microbatch_tokens, vocab_size)
 
 
+def scaled_costs(costs: Sequence[float], first: float) -> tuple[float, ...]:
+    """Costs by level, of which the first is known better: the others are as far below it as they were."""
+    return tuple(first * (cost / costs[0]) for cost in costs)
+
+
 def degraded_costs(
     model: ModelConfig,
     degraded: DegradedConfig,

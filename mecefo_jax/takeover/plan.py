@@ -17,10 +17,10 @@ from typing import get_args, get_type_hints
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from mecefo_jax.config import AutoConfig, FaultsConfig
+from mecefo_jax.config import AutoConfig, DegradedConfig, FaultsConfig
 from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
 from mecefo_jax.takeover import policies
-from mecefo_jax.takeover.auto import Choice, choose, estimate
+from mecefo_jax.takeover.auto import Choice, Errors, choose, estimate, expected_errors
 
 POLICIES: tuple[str, ...] = get_args(get_type_hints(FaultsConfig)["policy"])
 """Names of the policies."""
@@ -153,8 +153,15 @@ class Plan:
     def degradation(self) -> float:
         """The same, where a microbatch counts by what its level saves, one at the first level in full."""
         first, *others = self.degraded_costs
-        weight_J = np.array([0.0, 1.0, *((1 - cost) / (1 - first) if first < 1 else 1.0 for cost in others)])
-        return float(weight_J[self.level_MS[self.executor_M >= 0]].mean())
+        return self.mean_over_levels([1.0, *((1 - cost) / (1 - first) if first < 1 else 1.0 for cost in others)])
+
+    def mean_over_levels(self, values: Sequence[float]) -> float:
+        """Mean over what is computed, by microbatch and stage.
+
+        Args:
+          values: of each level from 1 on; what is exact has 0.
+        """
+        return float(np.array([0.0, *values])[self.level_MS[self.executor_M >= 0]].mean())
 
     def layer_levels(self, num_layers: int) -> Int[np.ndarray, "M L"]:
         """How far the backward pass of each layer of each microbatch is degraded, as ``level_MS``.
@@ -184,6 +191,7 @@ def make_plan(
     degraded_costs: Sequence[float],
     slack: float,
     auto: AutoConfig = _AUTO,
+    errors: Errors | None = None,
 ) -> Plan:
     """Make the plan of a step.
 
@@ -194,7 +202,8 @@ def make_plan(
       degraded_costs: cost of a degraded microbatch at each level from 1 on, in exact ones; positive, and one at
         most 1 for balanced, which degrades in order to save time, and alone goes beyond the first level.
       slack: load above a healthy step that balanced accepts, as a fraction of a healthy step; not negative.
-      auto: what auto weighs; the plan of balanced that it considers has its max_slowdown as slack.
+      auto: the limits of auto; the plan of balanced that it considers has its max_slowdown as slack.
+      errors: what auto expects of degrading and dropping; None: what its settings say of the paper's pass.
 
     Returns:
       The plan: the same for the same arguments.
@@ -211,7 +220,9 @@ def make_plan(
         case "neighbor":
             assignee_MS, level_MS = policies.neighbor(live_NS, microbatches_per_node)
         case "auto":
-            return _choose_plan(live_NS, microbatches_per_node, degraded_costs, auto)
+            return _choose_plan(
+                live_NS, microbatches_per_node, degraded_costs, auto, errors or expected_errors(auto, DegradedConfig())
+            )
         case "reroute":
             assignee_MS, level_MS = policies.reroute(live_NS, microbatches_per_node)
         case "balanced":
@@ -236,7 +247,11 @@ def make_plan(
 
 
 def _choose_plan(
-    live_NS: Bool[np.ndarray, "N S"], microbatches_per_node: int, degraded_costs: Sequence[float], auto: AutoConfig
+    live_NS: Bool[np.ndarray, "N S"],
+    microbatches_per_node: int,
+    degraded_costs: Sequence[float],
+    auto: AutoConfig,
+    errors: Errors,
 ) -> Plan:
     """The plan of the policy that ``auto`` chooses; what others would cost is told beside, also if they may not be."""
     plans: dict[str, Plan] = {}
@@ -261,9 +276,10 @@ def _choose_plan(
         policy: estimate(
             critical_load=plan.critical_load,
             degradation=plan.degradation,
+            level_variance=plan.mean_over_levels(errors.level_variances) if errors.level_variances else 0.0,
             num_dropped=len(plan.dropped),
             num_microbatches=plan.num_microbatches,
-            settings=auto,
+            errors=errors,
         )
         for policy, plan in plans.items()
     }

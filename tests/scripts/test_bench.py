@@ -191,6 +191,7 @@ def test_critical_loads():
     assert loads["neighbor"] == {"1": 1.0, "2": 1.5}  # half of two slices, half of three
     assert loads["reroute"] == {"1": 1.25, "2": 1.5}  # 5 and 6 microbatches where 4 are a slice
     assert loads["drop"] == {"1": 1.0, "2": 1.0}
+    assert loads["auto"] == {"1": 1.0, "2": 1.0}  # balanced's, within 0.01
     assert max(loads["balanced"].values()) <= 1.1
     # Dearer than an exact microbatch: there is a plan all the same, and its load tells the truth.
     assert bench.critical_loads(config, [1.5])["neighbor"]["1"] == 3.0

@@ -7,6 +7,7 @@ import pytest
 
 from mecefo_jax.config import FaultsConfig
 from mecefo_jax.faults import make_fault_source
+from mecefo_jax.membership import plan_for, run_degraded_costs
 from mecefo_jax.studies.small_runs import HOURS, NODES, small_run, wait_out
 
 
@@ -24,6 +25,32 @@ def test_each_unit_fails_as_often_as_the_papers():
     config = small_run("1M", "node", seed=0, scenario="high")
     failures = config.train.steps / config.faults.fail_every_steps
     assert failures / NODES == pytest.approx(HOURS / 0.5 / 32)
+
+
+@pytest.mark.parametrize("dead", range(1, 7))
+def test_with_the_papers_pass_auto_does_what_balanced_does_where_whole_nodes_fail(dead):
+    plans = {}
+    for policy in ("auto", "balanced"):
+        config = small_run("1M", "node", seed=0, variant=(policy, "paper", "momentum"))
+        live_NS = np.ones((NODES, 1), bool)
+        live_NS[:dead] = False
+        plans[policy] = plan_for(config, live_NS, run_degraded_costs(config, 258))
+    assert plans["auto"].policy == "balanced"
+    for name in ("assignee_MS", "level_MS"):
+        np.testing.assert_array_equal(getattr(plans["auto"], name), getattr(plans["balanced"], name))
+
+
+def test_auto_expects_noise_of_samples():
+    config = small_run("1M", "node", seed=0, variant=("auto", "sampled 1/2", None))
+    live_NS = np.ones((NODES, 1), bool)
+    live_NS[3] = False
+    plan = plan_for(config, live_NS, run_degraded_costs(config, 258))
+    balanced = plan_for(
+        dataclasses.replace(config, faults=dataclasses.replace(config.faults, policy="balanced")),
+        live_NS,
+        run_degraded_costs(config, 258),
+    )
+    assert plan.choice.prospects["balanced"].error == pytest.approx(7 * np.sqrt(0.2 * balanced.degraded_share / 128))
 
 
 def test_steps_without_a_plan_are_left_out_and_no_others():

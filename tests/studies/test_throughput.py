@@ -43,5 +43,7 @@ def test_what_saves_less_costs_more_and_the_exact_ones_degrade_nothing():
     assert ml < mrl < s < 1
     levels = rows["balanced", 0.0, "sampled to 1/8", 1]
     assert levels["least_cost"] < s < levels["degraded_cost"] and levels["step_time"] == 1
+    auto = rows["auto", None, "sampled to 1/4", 4]
+    assert 1 < auto["step_time"] <= 1.01 and 0 < auto["degraded_fraction"] < 1
     for exact in ("reroute", "drop"):
         assert rows[exact, None, None, 1]["degraded_fraction"] == 0

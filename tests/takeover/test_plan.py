@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from mecefo_jax.config import AutoConfig, DegradedConfig
 from mecefo_jax.errors import ConfigError, TooFewLiveNodesError
 from mecefo_jax.takeover import Plan, make_plan, stage_of_layers
-from mecefo_jax.takeover.auto import Prospect, choose, estimate, with_degraded_error
+from mecefo_jax.takeover.auto import Errors, Prospect, choose, estimate, expected_errors
 from mecefo_jax.takeover.plan import POLICIES
 
 LIVE_NODES = st.integers(1, 12).flatmap(lambda n: hnp.arrays(bool, (n, 1)))
@@ -447,19 +447,43 @@ def test_auto_weighs_levels_by_what_they_save():
     assert error([1.2, 0.5]) == pytest.approx(one), "a first level that saves nothing is no measure"
 
 
-def test_auto_reckons_with_the_noise_of_samples_unless_it_is_told_the_error():
-    """Half of the tokens adds 0.2 of a microbatch's variance, a fifth of them 1.6; of 64 the deviation is 7 / 8."""
+SAMPLED = {"skip_attention": False, "remat_ffn": False, "low_rank": False}
 
-    def error(configured=None, **switches):
-        settings = AutoConfig(degraded_error=configured)
-        return with_degraded_error(settings, DegradedConfig(**switches), 64).degraded_error
 
-    sampled = {"skip_attention": False, "remat_ffn": False, "low_rank": False}
-    assert error(**sampled, sampled_fractions=(0.5,)) == pytest.approx(7 / 8 * np.sqrt(0.2))
-    assert error(**sampled, sampled_fractions=(1 / 5, 1 / 10)) == pytest.approx(7 / 8 * np.sqrt(1.6))
-    assert error(**sampled) == 0, "recomputing alone changes nothing"
-    assert error() == error(skip_attention=False) == 1.2
-    assert error(0.3, **sampled, sampled_fractions=(0.5,)) == 0.3
+def test_what_auto_expects_of_a_degraded_pass():
+    def errors(configured=None, **switches):
+        return expected_errors(AutoConfig(degraded_error=configured), DegradedConfig(**switches))
+
+    assert errors() == errors(skip_attention=False) == Errors(degraded=1.2, level_variances=(), sampling=7.0)
+    sampled = errors(**SAMPLED, sampled_fractions=(1.0, 1 / 2, 1 / 5))
+    assert sampled.degraded == 0 and sampled.level_variances == pytest.approx((0, 0.2, 1.6))
+    assert errors(**SAMPLED) == Errors(degraded=0.0, level_variances=(), sampling=7.0), "recomputing changes nothing"
+    told = errors(0.3, **SAMPLED, sampled_fractions=(0.5,))
+    assert told == Errors(degraded=0.3, level_variances=(), sampling=7.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dead", "measured"), [("neighbor", (3,), 0.09), ("balanced", (3,), 0.18), ("balanced", (3, 9), 0.24)]
+)
+def test_the_error_that_auto_expects_of_samples_is_near_what_was_measured(policy, dead, measured):
+    """Half of the tokens, 128 microbatches on 16 nodes: docs/results/gradient_error.md."""
+    errors = expected_errors(AutoConfig(), DegradedConfig(**SAMPLED, sampled_fractions=(0.5,)))
+    settings = {"microbatches_per_node": 8, "degraded_costs": [0.85], "slack": 0.0}
+    auto = AutoConfig(max_slowdown=0.0)
+    plan = make_plan(nodes_alive(16, *dead), "auto", **settings, auto=auto, errors=errors)
+    assert plan.choice.prospects[policy].error == pytest.approx(measured, rel=0.15)
+
+
+def test_further_levels_of_samples_are_noisier():
+    """Six nodes of nine microbatches and one of ten: each drops below 8 with its own levels."""
+    errors = Errors(degraded=0.0, level_variances=(1.0, 10.0), sampling=8.0)
+    plan = make_plan(
+        nodes_alive(8, 3), "auto", microbatches_per_node=8, degraded_costs=[0.9, 0.8], slack=0.0, errors=errors
+    )
+    balanced = plan_of(nodes_alive(8, 3), "balanced", microbatches_per_node=8, degraded_costs=[0.9, 0.8], slack=0.01)
+    ones, twos = (int((balanced.level_MS == level).sum()) for level in (1, 2))
+    assert ones > 0 and twos > 0
+    assert plan.choice.prospects["balanced"].error == pytest.approx(8 * np.sqrt((ones + 10 * twos) / 64 / 64))
 
 
 def test_auto_has_nothing_to_choose_while_all_are_healthy():
@@ -474,9 +498,10 @@ def test_the_error_that_auto_expects_of_dropping_is_that_of_a_smaller_sample():
     expected = estimate(
         critical_load=1.0,
         degradation=0.0,
+        level_variance=0.0,
         num_dropped=dropped,
         num_microbatches=total,
-        settings=AutoConfig(sampling_error=1.0),
+        errors=Errors(degraded=0.0, level_variances=(), sampling=1.0),
     )
     assert expected.error == pytest.approx(np.sqrt((errors**2).mean()), rel=0.02)
     assert expected.slowdown == 0
