@@ -4,7 +4,7 @@ Hidden sizes, global batches and numbers of steps are the paper's, as are the 32
 ``--faults.scenario low|mid|high`` (a failure each 2, 1, 0.5 hours, back after 4, 3, 2), translated to steps by
 ``--faults.step_seconds``; without a scenario no node fails. Sequence length, warm-up, learning rates and the rank and
 period of the bases are this project's choices. What the paper does about failures is ``--faults.policy neighbor
---basis.source weight``, where its nodes are pipeline stages (``--faults.granularity stage``); docs/algorithm.md says why
+--basis.source weight``, its nodes being pipeline stages (``--faults.granularity stage``); docs/algorithm.md says why
 the defaults are others.
 
 The text is C4's English part by way of TensorFlow Datasets, which must have been prepared on the machine. C4 as
