@@ -14,7 +14,10 @@ KEY, COMMIT, DATE = "key", "commit", "date"
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file; none where there is no file. Numbers are numbers again, what was empty is None.
+    """The rows of a file; none where there is no file.
+
+    Numbers are numbers again, what was empty is None. Keys and commits are words, even if all of their digits are
+    decimal.
 
     Raises:
         DataError: it is no CSV of a study.
@@ -25,7 +28,8 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
         rows = list(csv.DictReader(file))
     if rows and KEY not in rows[0]:
         raise DataError(f"{path}: has no column {KEY}, so it is not a study's; delete it, or set another --out")
-    return [{name: _value(text) for name, text in row.items()} for row in rows]
+    words = (KEY, COMMIT, DATE)
+    return [{name: text if name in words else _value(text) for name, text in row.items()} for row in rows]
 
 
 def write(path: pathlib.Path, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:

@@ -74,7 +74,15 @@ def test_equal_work_has_one_key():
 
 def test_rows_come_back_from_the_file(tmp_path):
     written = [
-        {"a": 1, "b": 0.1234567891, "c": None, "d": 'text, with "quotes"', "key": "k", "commit": "c", "date": "d"}
+        {
+            "a": 1,
+            "b": 0.1234567891,
+            "c": None,
+            "d": 'text, with "quotes"',
+            "key": "3742698196128675",
+            "commit": "6122513",
+            "date": "d",
+        }
     ]
     rows.write(tmp_path / "t.csv", ("a", "b", "c", "d"), written)
     (row,) = rows.read(tmp_path / "t.csv")
