@@ -93,4 +93,4 @@ def test_help_tells_the_defaults(capsys):
         finetune.main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert "sequences of a step, over all nodes (32)" in shown and "who takes over (neighbor)" in shown
+    assert "sequences of a step, over all nodes (32)" in shown and "who takes over (auto)" in shown
