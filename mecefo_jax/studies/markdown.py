@@ -21,12 +21,13 @@ def provenance(rows: Sequence[Row], command: str) -> str:
     """What the numbers hold for: dates, commits, machine, versions, command."""
     dates = _span(sorted({str(row["date"]) for row in rows}))
     commits = ", ".join(f"`{commit}`" for commit in sorted({str(row["commit"]) for row in rows}))
-    return f"{dates}, commit {commits}, {machine()}, jax {importlib.metadata.version('jax')}: `{command}`"
+    machines = "; ".join(sorted({str(row["machine"]) for row in rows}))
+    return f"{dates}, commit {commits}, {machines}: `{command}`"
 
 
 def machine() -> str:
-    """Cores and processor."""
-    return f"{os.cpu_count()} cores, {_processor()}"
+    """Cores and processor of this machine, and version of JAX."""
+    return f"{os.cpu_count()} cores, {_processor()}, jax {importlib.metadata.version('jax')}"
 
 
 def _processor() -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from mecefo_jax.config_file import replace_file
 from mecefo_jax.errors import DataError
 
-KEY, COMMIT, DATE = "key", "commit", "date"
-"""Columns that every row has besides the study's own: of which cell it is, and when it was measured with what."""
+KEY, COMMIT, DATE, MACHINE = "key", "commit", "date", "machine"
+"""Columns that every row has besides the study's own: its cell, and when it was measured, with what and where."""
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -28,14 +28,14 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
         rows = list(csv.DictReader(file))
     if rows and KEY not in rows[0]:
         raise DataError(f"{path}: has no column {KEY}, so it is not a study's; delete it, or set another --out")
-    words = (KEY, COMMIT, DATE)
+    words = (KEY, COMMIT, DATE, MACHINE)
     return [{name: text if name in words else _value(text) for name, text in row.items()} for row in rows]
 
 
 def write(path: pathlib.Path, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     """Replace the file."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*columns, KEY, COMMIT, DATE], lineterminator="\n")
+    writer = csv.DictWriter(text, [*columns, KEY, COMMIT, DATE, MACHINE], lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
     replace_file(path, text.getvalue().encode())

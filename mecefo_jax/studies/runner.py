@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mecefo_jax.processes.watchdog import die_with_parent
 from mecefo_jax.studies import rows
+from mecefo_jax.studies.markdown import machine
 from mecefo_jax.studies.study import Cell, Study
 
 
@@ -42,7 +43,7 @@ def run(study: Study, cells: Sequence[Cell], csv: pathlib.Path, workdir: pathlib
     missing = [cell for cell in cells if cell.key not in known]
     with _progress() as progress, _pool(jobs, len(missing)) as pool:
         task = progress.add_task(csv.stem, total=len(missing))
-        stamp = {rows.COMMIT: _commit(), rows.DATE: time.strftime("%Y-%m-%d")}
+        stamp = {rows.COMMIT: _commit(), rows.DATE: time.strftime("%Y-%m-%d"), rows.MACHINE: machine()}
         futures = {pool.submit(_measure, cell, workdir / cell.key): cell for cell in missing}
         try:
             for future in concurrent.futures.as_completed(futures):

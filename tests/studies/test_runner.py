@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from mecefo_jax.config import Config, TrainConfig
 from mecefo_jax.errors import DataError
-from mecefo_jax.studies import rows, runner
+from mecefo_jax.studies import markdown, rows, runner
 from mecefo_jax.studies.study import Cell, Study
 
 
@@ -44,7 +44,7 @@ def test_what_is_done_is_done_once_and_the_rest_is_done_later(tmp_path):
     csv = tmp_path / "halves.csv"
     with pytest.raises(ValueError, match="thirteen"):
         runner.run(STUDY, [cell(3), cell(13)], csv, tmp_path, 1)
-    assert {row["seed"] for row in rows.read(csv)} == {3}
+    assert {(row["seed"], row["machine"]) for row in rows.read(csv)} == {(3, markdown.machine())}
     assert runner.measured([cell(4), cell(3)], csv)[1] == 1
     runner.run(STUDY, [cell(4), cell(3)], csv, tmp_path, 2)
     found, done = runner.measured([cell(4), cell(3)], csv)
@@ -82,6 +82,7 @@ def test_rows_come_back_from_the_file(tmp_path):
             "key": "3742698196128675",
             "commit": "6122513",
             "date": "d",
+            "machine": "m, n",
         }
     ]
     rows.write(tmp_path / "t.csv", ("a", "b", "c", "d"), written)
@@ -91,6 +92,13 @@ def test_rows_come_back_from_the_file(tmp_path):
     (tmp_path / "other.csv").write_text("x,y\n1,2\n")
     with pytest.raises(DataError, match="no column key"):
         rows.read(tmp_path / "other.csv")
+
+
+def test_a_table_tells_the_machines_of_its_rows_and_not_its_own():
+    told = [
+        {"date": "2026-12-01", "commit": commit, "machine": where} for commit, where in (("a", "2 x"), ("b", "8 y"))
+    ]
+    assert markdown.provenance(told, "make it") == "2026-12-01, commit `a`, `b`, 2 x; 8 y: `make it`"
 
 
 def test_what_a_cell_tries_beside_its_config_is_work_of_its_own():
