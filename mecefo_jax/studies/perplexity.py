@@ -13,6 +13,7 @@ from mecefo_jax.studies.small_runs import (
     REPLICAS,
     SLACK,
     STAGES,
+    STEPS_IN_WORDS,
     TRAINED_COLUMNS,
     VARIANT,
     Granularity,
@@ -100,7 +101,8 @@ def report(rows: Sequence[Row]) -> str:
     """A table for each size and kind of unit."""
     conditions = compare(rows, _BY, _BASELINE)
     parts = [
-        f"Each run is declared to last {HOURS:g} hours, as the paper's longest by estimate. Under `low`, `mid` and "
+        f"{STEPS_IN_WORDS} Each run is declared to last {HOURS:g} hours, as the paper's longest by estimate. "
+        "Under `low`, `mid` and "
         "`high` a sixteenth, 3/32 and an eighth of the units are down on average. Perplexity is that of all held-out "
         "text after the last step; +- is the standard deviation over seeds; differences are to the failure-free run "
         "of the same seed. The load is that of the busiest unit, 1 being a healthy step; `balanced` may take "

@@ -45,6 +45,7 @@ _SEQ_LEN, _MICROBATCH, _MICROBATCHES = 64, 2, 128
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
 _STEPS: dict[str, int] = {"1M": 300, "1M longer": 700, "5M": 100}
+_QUICK_STEPS = 8
 
 SLACK = 0.01
 """Of ``balanced``, as a fraction of a healthy step; none where degraded passes go far enough to do without."""
@@ -74,6 +75,12 @@ BACKWARDS_IN_WORDS = (
     "latter, 1/8."
 )
 
+STEPS_IN_WORDS = (
+    "Runs have "
+    + ", ".join(f"{steps} steps ({size})" for size, steps in _STEPS.items())
+    + f"; quick ones {_QUICK_STEPS}."
+)
+
 Variant = tuple[str | None, str | None, str | None]
 """Policy, backward pass of degraded microbatches, and source of the bases; None: does not matter."""
 VARIANT = ("policy", "backward", "source")
@@ -83,7 +90,7 @@ FAILURE_FREE: Variant = (None, None, None)
 
 def size_in_words(size: str) -> str:
     """As titles have it."""
-    return f"{_parameters(size)} parameters, {_STEPS[size]} steps"
+    return f"{_parameters(size)} parameters{', longer' if _parameters(size) != size else ''}"
 
 
 def _parameters(size: str) -> str:
@@ -116,7 +123,7 @@ def small_run(
         faults: of ``FaultsConfig``.
     """
     hidden, ffn, heads = (16, 24, 2) if quick else _MODELS[_parameters(size)]
-    steps = round((8 if quick else _STEPS[size]) * fraction)
+    steps = round((_QUICK_STEPS if quick else _STEPS[size]) * fraction)
     nodes, units = (NODES, NODES) if granularity == "node" else (REPLICAS, REPLICAS * STAGES)
     settings: dict[str, Any] = {} if granularity == "node" else {"granularity": "stage", "num_stages": STAGES}
     if scenario in scenarios.HOURS:
