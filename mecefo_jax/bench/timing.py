@@ -18,6 +18,7 @@ from jaxtyping import Float
 from mecefo_jax.bench.plain_step import PlainTrainer, adamw, adamw_with_bases
 from mecefo_jax.config import Config
 from mecefo_jax.degraded.basis import BasisState, Method, low_rank_ffn
+from mecefo_jax.errors import RunError
 from mecefo_jax.executor import Executor, MicrobatchSource
 from mecefo_jax.membership import plan_for
 from mecefo_jax.mesh import Cluster, live_mesh, make_cluster, partition_specs, shardings
@@ -86,6 +87,9 @@ def degraded_time(config: Config, state: TrainState, mesh: Mesh, vocab_size: int
         mesh: the sub-mesh.
         vocab_size: rows of the embedding table.
         seconds: duration of the measurement.
+
+    Raises:
+        RunError: one of the two is lost in the noise of the machine.
     """
     batch = _batch(config, mesh, vocab_size)
     program = _compile_gradients(config, state, batch, mesh)
@@ -105,9 +109,13 @@ def degraded_time(config: Config, state: TrainState, mesh: Mesh, vocab_size: int
         "degraded_many": run(0, many),
     }
     times = take_turns(contenders, seconds)
-    return float(
-        np.median(times["degraded_many"] - times["degraded_few"]) / np.median(times["exact_many"] - times["exact_few"])
-    )
+    degraded, exact = (np.median(times[f"{kind}_many"] - times[f"{kind}_few"]) for kind in ("degraded", "exact"))
+    if min(degraded, exact) <= 0:
+        raise RunError(
+            f"{many} microbatches took no longer than one: this machine is too busy for {seconds:g} s of measurement; "
+            "measure longer"
+        )
+    return float(degraded / exact)
 
 
 def refresh_times(config: Config, vocab_size: int, seconds: float) -> dict[str, Float[np.ndarray, "R"]]:

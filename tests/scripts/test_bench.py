@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from mecefo_jax.bench import timing
 from mecefo_jax.bench.compiled import REMATS, TECHNIQUES, microbatch_flops, microbatch_temp_memory, with_variant
 from mecefo_jax.bench.plain_step import PlainTrainer, adamw, adamw_with_bases
 from mecefo_jax.bench.timing import compile_seconds, degraded_time, random_microbatches, take_turns
@@ -23,7 +24,7 @@ from mecefo_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from mecefo_jax.errors import ConfigError
+from mecefo_jax.errors import ConfigError, RunError
 from mecefo_jax.executor import Executor
 from mecefo_jax.mesh import make_cluster
 from mecefo_jax.model import init_model
@@ -177,7 +178,16 @@ def test_a_degraded_microbatch_takes_less_time():
     config = bench.one_node(with_variant(WIDE, TECHNIQUES["ml"], "none"))
     mesh = one_submesh(config)
     state = init_sharded_state(config, WIDE_VOCAB, mesh)
-    assert 0.1 < degraded_time(config, state, mesh, WIDE_VOCAB, seconds=0.0) < 1.0
+    assert 0.1 < degraded_time(config, state, mesh, WIDE_VOCAB, seconds=0.5) < 1.0
+
+
+def test_what_is_lost_in_the_noise_is_not_reported(monkeypatch):
+    noise = {f"{kind}_{number}": np.ones(5) for kind in ("exact", "degraded") for number in ("few", "many")}
+    monkeypatch.setattr(timing, "take_turns", lambda contenders, seconds: noise)
+    mesh = one_submesh(TINY)
+    state = init_sharded_state(TINY, VOCAB, mesh)
+    with pytest.raises(RunError, match=r"too busy for 0\.5 s of measurement; measure longer"):
+        degraded_time(bench.one_node(TINY), state, mesh, VOCAB, seconds=0.5)
 
 
 def test_programs_of_a_step_compile():
@@ -237,7 +247,7 @@ def test_layout_of_a_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "parse", lambda words: (TINY, tmp_path))
     monkeypatch.setattr(bench, "TECHNIQUES", {"mrl": TECHNIQUES["mrl"]})
     monkeypatch.setattr(bench, "REMATS", ("none",))
-    assert bench.main(["quickstart", "--seconds", "0", "--json", str(tmp_path / "out.json")]) == 0
+    assert bench.main(["quickstart", "--seconds", "0.5", "--json", str(tmp_path / "out.json")]) == 0
     results = json.loads((tmp_path / "out.json").read_text())
     layout = {
         "degraded_cost": ({"mrl"}, {"none"}),
