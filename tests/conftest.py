@@ -18,18 +18,24 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 matplotlib.use("Agg")
 # Most of the time of tests is XLA's, and half of that goes into optimizations from which a test is too short to profit.
-# XLA reads its flags once: processes that tests start have their own, and run as a user's would.
-_QUICK_TO_COMPILE = ["--xla_backend_optimization_level=0"]
+_quick = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones do not know it
-    _QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
-with pytest.MonkeyPatch.context() as environment:
-    environment.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE]))
+    _quick.append("--xla_cpu_use_fusion_emitters=false")
+QUICK_TO_COMPILE = " ".join([os.environ.get("XLA_FLAGS", ""), *_quick])
+with pytest.MonkeyPatch.context() as environment:  # XLA reads its flags once
+    environment.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
     jax.devices()
 # A first example may compile, and machines differ: time is no property of the code under test.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 _MOST_MAPS = 20_000
+
+
+@pytest.fixture
+def quick_processes(monkeypatch):
+    """Processes that a test starts compile as it does; others run as a user's would."""
+    monkeypatch.setenv("XLA_FLAGS", QUICK_TO_COMPILE)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -87,6 +87,7 @@ def committed_records(path: pathlib.Path) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_processes")
 def test_killed_twice_ends_bit_equal_with_the_same_records(config, tmp_path):
     config_path = tmp_path / "config.json"
     save_config(config, config_path)

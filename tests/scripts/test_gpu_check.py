@@ -12,6 +12,7 @@ from scripts import gpu_check
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_processes")
 def test_dry_run_measures_everything(tmp_path, capfd):
     file = tmp_path / "check.json"
     assert gpu_check.main([str(file), "--tiny", "--budget", "900"]) == 0
