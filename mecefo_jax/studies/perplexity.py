@@ -38,9 +38,10 @@ _OTHERS: tuple[Variant, ...] = (
 )
 _OF_MOMENTUM: Variant = ("balanced", "paper", "momentum")
 _PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), _OF_MOMENTUM)
+_AUTO: Variant = ("auto", "paper", "momentum")
 _EXACT: Variant = ("reroute", None, None)
 _LONGER = (_DROP, _TO_QUARTER, _OF_MOMENTUM, _NEIGHBOR)
-VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _EXACT)
+VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _AUTO, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
 _SHORTER = 2 / 3
@@ -55,8 +56,8 @@ def cells(quick: bool) -> list[Cell]:
     and the paper's policy.
 
     Without failures it does not matter what could fail. ``reroute`` is exact, whatever fails: one seed shows it. Where
-    stages fail, other fractions and bases have one seed too. ``auto`` is not among them: with the paper's pass it does
-    what ``balanced`` does where whole nodes fail.
+    stages fail, other fractions and bases have one seed too. There alone is ``auto``: where whole nodes fail it does,
+    with the paper's pass, what ``balanced`` does.
     """
     seeds = range(1 if quick else 3)
     found = [_cell("1M", "node", "none", FAILURE_FREE, seed, quick) for seed in seeds]
@@ -69,14 +70,17 @@ def cells(quick: bool) -> list[Cell]:
     if not quick:
         found.append(_cell("5M", "node", "none", FAILURE_FREE, 0, quick))
         found += [_cell("5M", "node", "high", variant, 0, quick) for variant in _MAIN]
-    found += [_cell("1M", "stage", "high", variant, seed, quick) for seed, variant in itertools.product(seeds, _MAIN)]
+    for variants in (_MAIN, (_AUTO,)):
+        found += [
+            _cell("1M", "stage", "high", variant, seed, quick) for seed, variant in itertools.product(seeds, variants)
+        ]
     found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     if quick:
         return found
     found += [_cell("1M", *rest, 0, quick) for rest in itertools.product(_FAILS, ("low", "mid"), _MAIN)]
     for seed in seeds:
         found.append(_cell("1M longer", "node", "none", FAILURE_FREE, seed, quick))
-    found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, 0, quick))
+        found.append(_cell("1M longer", "node", "shorter", FAILURE_FREE, seed, quick))
     for seed in seeds:
         found += [_cell("1M longer", "node", "high", variant, seed, quick) for variant in _LONGER]
     return found

@@ -214,25 +214,12 @@ def make_plan(
     """
     assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
     _check_arguments(policy, microbatches_per_node, degraded_costs, slack)
-    if policy == "auto" and live_NS.all():
+    if policy == "auto" and not live_NS.all():
+        errors = errors or expected_errors(auto, DegradedConfig())
+        return _choose_plan(live_NS, microbatches_per_node, degraded_costs, auto, errors)
+    if policy == "auto":
         policy = _CANDIDATES[0]  # there is nothing to choose
-    match policy:
-        case "neighbor":
-            assignee_MS, level_MS = policies.neighbor(live_NS, microbatches_per_node)
-        case "auto":
-            return _choose_plan(
-                live_NS, microbatches_per_node, degraded_costs, auto, errors or expected_errors(auto, DegradedConfig())
-            )
-        case "reroute":
-            assignee_MS, level_MS = policies.reroute(live_NS, microbatches_per_node)
-        case "balanced":
-            assignee_MS, level_MS = policies.balanced(
-                live_NS, microbatches_per_node, degraded_costs=degraded_costs, slack=slack
-            )
-        case "drop":
-            assignee_MS, level_MS = policies.drop(live_NS, microbatches_per_node)
-        case _:
-            raise AssertionError(policy)
+    assignee_MS, level_MS = _assign(live_NS, policy, microbatches_per_node, degraded_costs, slack)
     home_M = np.repeat(np.arange(live_NS.shape[0], dtype=np.int32), microbatches_per_node)
     first_M = assignee_MS[:, 0]
     return Plan(
@@ -244,6 +231,26 @@ def make_plan(
         degraded_costs=tuple(degraded_costs),
         executor_M=np.where(np.any(live_NS, axis=1)[home_M] & (first_M >= 0), home_M, first_M),
     )
+
+
+def _assign(
+    live_NS: Bool[np.ndarray, "N S"],
+    policy: str,
+    microbatches_per_node: int,
+    degraded_costs: Sequence[float],
+    slack: float,
+) -> tuple[Int[np.ndarray, "M S"], Int[np.ndarray, "M S"]]:
+    """What a fixed policy makes of the live units."""
+    match policy:
+        case "neighbor":
+            return policies.neighbor(live_NS, microbatches_per_node)
+        case "reroute":
+            return policies.reroute(live_NS, microbatches_per_node)
+        case "balanced":
+            return policies.balanced(live_NS, microbatches_per_node, degraded_costs=degraded_costs, slack=slack)
+        case "drop":
+            return policies.drop(live_NS, microbatches_per_node)
+    raise AssertionError(policy)
 
 
 def _choose_plan(
