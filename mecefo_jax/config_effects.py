@@ -11,6 +11,7 @@ CONDITIONS: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.tfds_name": ("data.source", ("tfds",)),
     "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
     "degraded.sampled_fractions": ("degraded.low_rank", (False,)),
+    "degraded.sample_ffn": ("degraded.low_rank", (False,)),
     "basis.rank": ("degraded.low_rank", (True,)),
     "basis.refresh_every": ("degraded.low_rank", (True,)),
     "basis.source": ("degraded.low_rank", (True,)),

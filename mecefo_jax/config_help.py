@@ -49,9 +49,8 @@ def help_text(config: Config, names: Sequence[str]) -> str:
             if owner is section:
                 value = functools.reduce(lambda values, name: values[name], key.split("."), settings)
                 shown = f"{documentation[field.name]} (default: {_show(value)})"
-                parts.append(
-                    f"  --{key} {_metavar(declared)}\n{textwrap.indent(textwrap.fill(shown, width - 8), ' ' * 8)}\n"
-                )
+                lines = textwrap.fill(shown, width - 8, break_on_hyphens=False)  # no flag in two
+                parts.append(f"  --{key} {_metavar(declared)}\n{textwrap.indent(lines, ' ' * 8)}\n")
     return "\n".join(parts).replace("\n\n  --", "\n  --")
 
 

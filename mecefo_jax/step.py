@@ -137,8 +137,7 @@ def _add_degraded(
     origin = zero_coordinates(params, bases) if switches.low_rank else None
 
     def apply_block(block, x_BTD, positions, layer):
-        bases_l, coordinates_l, offset_B, level = layer
-        sample = Sample(offset_B, level) if switches.samples else None
+        bases_l, coordinates_l, sample, level = layer
         arguments = (block, x_BTD, positions, bases_l, coordinates_l, sample)
         if everywhere:
             return degraded_block(*arguments, switches, config.model.remat)
@@ -146,8 +145,9 @@ def _add_degraded(
 
     def loss(trained, coordinates, slot):
         tokens_BT = batch.tokens_SBT[slot]
-        offsets_LB = offsets(tokens_BT, config.model.num_layers) if switches.samples else None
-        per_layer = (_blocks(bases), _blocks(coordinates), offsets_LB, batch.level_SL[slot])
+        level_L = batch.level_SL[slot]
+        sample = Sample(*offsets(tokens_BT, config.model.num_layers), level=level_L) if switches.samples else None
+        per_layer = (_blocks(bases), _blocks(coordinates), sample, level_L)
         return objective(_combine(trained, fixed), tokens_BT, dtype, apply_block, per_layer)
 
     def degraded(index, carry):

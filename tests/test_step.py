@@ -95,8 +95,8 @@ def test_gradients_equal_the_naive_reference(mesh, policy, dead):
 
 @pytest.mark.parametrize(
     ("switches", "remat"),
-    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "", "s", "ms", "ls")]
-    + [("mrl", "block"), ("l", "block"), ("m", "ffn"), ("s", "block")],
+    [(s, "none") for s in ("mrl", "ml", "m", "rl", "l", "r", "", "s", "sf", "ms", "ls")]
+    + [("mrl", "block"), ("l", "block"), ("m", "ffn"), ("s", "block"), ("sf", "block")],
 )
 def test_each_switch_alone_and_together(switches, remat):
     """One exact and one degraded microbatch through ``node_gradients`` alone; a sample of all tokens is exact."""
@@ -105,6 +105,7 @@ def test_each_switch_alone_and_together(switches, remat):
         remat_ffn="r" in switches,
         low_rank="l" in switches,
         sampled_fractions=(1.0,) if "s" in switches else (),
+        sample_ffn="f" in switches,
     )
     config = tiny_config(degraded=degraded)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
@@ -125,13 +126,13 @@ def test_each_switch_alone_and_together(switches, remat):
 ALL_SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(1.0,))
 
 
-@pytest.mark.parametrize("layer_masks", ["all", "by_layer"])
-def test_each_microbatch_has_its_own_level(layer_masks):
+@pytest.mark.parametrize(("layer_masks", "sample_ffn"), [("all", False), ("by_layer", False), ("all", True)])
+def test_each_microbatch_has_its_own_level(layer_masks, sample_ffn):
     """In one call with two fractions to choose from: what calls with one fraction each give, together."""
 
     def gradients(fractions, ids, levels):
         level_SL = np.repeat(np.array(levels, np.int8)[:, None], LAYERS, axis=1)
-        return sampled_gradients(fractions, ids, level_SL, layer_masks)
+        return sampled_gradients(fractions, ids, level_SL, layer_masks, sample_ffn)
 
     found = gradients((0.5, 0.25), [5, 6, 7], [2, 1, 2])
     expected = jax.tree.map(jnp.add, gradients((0.25,), [5, 7], [1, 1]), gradients((0.5,), [6], [1]))
@@ -151,8 +152,8 @@ def test_each_layer_has_its_own_level():
             assert np.linalg.norm(left[layer] - right[layer]) <= RELATIVE_ERROR * np.linalg.norm(right[layer])
 
 
-def sampled_gradients(fractions, ids, level_SL, layer_masks):
-    switches = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=fractions)
+def sampled_gradients(fractions, ids, level_SL, layer_masks, sample_ffn=False):
+    switches = dataclasses.replace(ALL_SAMPLED, sampled_fractions=fractions, sample_ffn=sample_ffn)
     config = tiny_config(degraded=switches)
     params, bases = random_params_and_bases(config)
     batch = NodeBatch(
@@ -165,8 +166,9 @@ def sampled_gradients(fractions, ids, level_SL, layer_masks):
     return jax.jit(node_gradients, static_argnums=(3, 4))(params, bases, batch, config, layer_masks).grads
 
 
-def test_the_same_tokens_are_drawn_inside_sharded_nodes():
-    half = dataclasses.replace(ALL_SAMPLED, sampled_fractions=(0.75, 0.5))
+@pytest.mark.parametrize("sample_ffn", [False, True])
+def test_the_same_tokens_are_drawn_inside_sharded_nodes(sample_ffn):
+    half = dataclasses.replace(ALL_SAMPLED, sampled_fractions=(0.75, 0.5), sample_ffn=sample_ffn)
     sums = []
     for mesh in (ONE_DEVICE, FOUR_DEVICES):
         config = tiny_config(mesh, degraded=half)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from mecefo_jax.config import DegradedConfig
 from mecefo_jax.degraded.low_rank import low_rank_feed_forward_branch
 from mecefo_jax.degraded.rematerialize import rematerialize
-from mecefo_jax.degraded.sampled import Sample, sampled_attention_branch, sampled_feed_forward_branch
+from mecefo_jax.degraded.sampled import Drawn, Sample, sampled_attention_branch, sampled_feed_forward_branch
 from mecefo_jax.degraded.skip_attention import skip_attention
 from mecefo_jax.model import Block, Rotary, attention_branch, exact_block, feed_forward_branch
 
@@ -31,12 +31,13 @@ def degraded_block(
         x_BTD: input.
         positions: rotary angles.
         bases, coordinates: of this layer's kernels whose gradients are of low rank; not read where that is off.
-        sample: which tokens weight gradients are made of; not read where that is off.
+        sample: which tokens gradients are made of; not read where that is off.
         switches: which techniques are used.
         remat: the model's policy; ``ffn`` and ``block`` recompute the feed-forward network here too, and an attention
             branch that is not skipped under ``block``.
     """
-    drawn = switches.drawn_tokens(x_BTD.shape[1])
+    seq_len = x_BTD.shape[1]
+    drawn = tuple(map(Drawn, switches.drawn_tokens(seq_len), switches.drawn_ffn_tokens(seq_len)))
     if switches.skip_attention:
         m_BTD = skip_attention(block, x_BTD, positions)
     else:

@@ -1,9 +1,13 @@
-"""Weight gradients from a sample of the tokens, unbiased; not in the paper.
+"""Gradients from a sample of the tokens, unbiased; not in the paper.
 
 ``x^T g`` is a sum over tokens. Of each sequence a fixed number of them is drawn, with probabilities in proportion to
 the norms of what they contribute, and each is weighted by one over its own: column-row sampling (Drineas, Kannan,
 Mahoney 2006). Where attention is not skipped, every input gradient is exact, and so is the expectation of every weight
 gradient.
+
+The feed-forward network treats each token by itself, so that its input gradients may be made of a sample too, as in
+VCAS (Wang, Chen, Zhu 2024): the rest of the network gets an unbiased gradient from it, and so, the backward pass being
+linear, does everything below.
 
 How many are drawn may be chosen among several numbers at run time, and costs the work of those that are drawn.
 
@@ -11,12 +15,11 @@ Legend: B batch, T time, D a linear's input size, F its output size, K drawn tok
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mecefo_jax.layers import Rotary, linear, swiglu
@@ -27,12 +30,23 @@ _TINY = 1e-30  # norm of a token that contributes nothing, so that it can be div
 
 
 class Sample(NamedTuple):
-    """Which tokens the weight gradients of a layer are made of."""
+    """Which tokens the gradients of a layer are made of."""
 
     offset_B: Float[Array, "B"]
-    """In [0, 1); decides for each sequence which tokens are drawn."""
+    """In [0, 1); decides for each sequence which tokens are drawn for weight gradients."""
+    ffn_offset_B: Float[Array, "B"]
+    """In [0, 1), independent of the other; decides which tokens the feed-forward's backward pass is made of."""
     level: Int[Array, ""]
     """How many are drawn: from 1 on, a place in the numbers to choose from; 0 is taken for 1."""
+
+
+class Drawn(NamedTuple):
+    """How many tokens of a sequence are drawn, at one level."""
+
+    weights: int
+    """For weight gradients."""
+    ffn: int
+    """For the feed-forward's backward pass, of which its weight gradients are made in turn; at least as many."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -62,15 +76,84 @@ def _forward(x_BTD, w_DF, sample, drawn):
 def _backward(drawn, residuals, g_BTF):
     x_BTD, w_DF, sample = residuals
     x_grad_BTD = g_BTF @ w_DF.astype(g_BTF.dtype).T
-    levels = [
-        functools.partial(_weight_gradient, num_drawn=num_drawn, dtype=w_DF.dtype) for num_drawn in drawn
-    ]  # each a product of its own size, of which one is computed
-    arguments = (x_BTD, g_BTF, sample.offset_B)
-    w_grad_DF = levels[0](*arguments) if len(levels) == 1 else jax.lax.switch(sample.level - 1, levels, *arguments)
-    return x_grad_BTD, w_grad_DF, None
+    levels = [functools.partial(_weight_gradient, num_drawn=num_drawn, dtype=w_DF.dtype) for num_drawn in drawn]
+    return x_grad_BTD, _at_level(sample.level, levels, x_BTD, g_BTF, sample.offset_B), None
 
 
 sampled_linear.defvjp(_forward, _backward)
+
+
+def _at_level(level: Int[Array, ""], levels: Sequence[Callable[..., Any]], *arguments: Any) -> Any:
+    """What one of the levels makes of the arguments: each has products of its own size, of which one's are computed."""
+    return levels[0](*arguments) if len(levels) == 1 else jax.lax.switch(level - 1, levels, *arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def sampled_feed_forward(
+    x_BTD: Float[Array, "B T D"],
+    gate_DF: Float[Array, "D F"],
+    up_DF: Float[Array, "D F"],
+    down_FD: Float[Array, "F D"],
+    sample: Sample,
+    drawn: tuple[Drawn, ...],
+) -> Float[Array, "B T D"]:
+    """``swiglu(x W_gate, x W_up) W_down``, whose backward pass is made of some of the tokens.
+
+    Args:
+        x_BTD: inputs.
+        gate_DF, up_DF, down_FD: the weights.
+        sample: which tokens are drawn; gets no gradient.
+        drawn: how many, by level; static.
+
+    Returns:
+        The feed-forward network's output. First ``ffn`` tokens of a sequence are drawn by the norms of their output
+        gradients, then of these ``weights`` for each weight as in ``sampled_linear``. Over uniformly random offsets the
+        mean of every gradient is the exact one; with all tokens for ``ffn`` the input gradient is exact.
+    """
+    del sample, drawn
+    return linear(swiglu(linear(x_BTD, gate_DF), linear(x_BTD, up_DF)), down_FD)
+
+
+def _feed_forward_forward(x_BTD, gate_DF, up_DF, down_FD, sample, drawn):
+    del drawn
+    gate_BTF, up_BTF = linear(x_BTD, gate_DF), linear(x_BTD, up_DF)
+    y_BTD = linear(swiglu(gate_BTF, up_BTF), down_FD)
+    return y_BTD, (x_BTD, gate_BTF, up_BTF, (gate_DF, up_DF, down_FD), sample)
+
+
+def _feed_forward_backward(drawn, residuals, g_BTD):
+    *tokens, weights, sample = residuals
+    levels = [functools.partial(_feed_forward_gradients, weights=weights, sample=sample, drawn=each) for each in drawn]
+    return *_at_level(sample.level, levels, *tokens, g_BTD), None
+
+
+sampled_feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
+
+
+def _feed_forward_gradients(
+    x_BTD: Float[Array, "B T D"],
+    gate_BTF: Float[Array, "B T F"],
+    up_BTF: Float[Array, "B T F"],
+    g_BTD: Float[Array, "B T D"],
+    *,
+    weights: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
+    sample: Sample,
+    drawn: Drawn,
+) -> tuple[Float[Array, "B T D"], Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]:
+    """Gradients of the input and the three weights, from some of the tokens."""
+    index_BK, (x, gate, up, g) = _take_drawn(
+        _norms(g_BTD), sample.ffn_offset_B, drawn.ffn, x_BTD, gate_BTF, up_BTF, g_BTD
+    )
+    gate_DF, up_DF, down_FD = (weight.astype(g.dtype) for weight in weights)
+    hidden, pullback = jax.vjp(swiglu, gate, up)
+    gate_grad, up_grad = pullback(g @ down_FD.T)
+    x_grad = gate_grad @ gate_DF.T + up_grad @ up_DF.T
+    x_grad = x_grad if drawn.ffn == x_BTD.shape[1] else _put_back(x_grad, index_BK, like=x_BTD)
+
+    def weight_gradient(rows: Float[Array, "B K D"], grads: Float[Array, "B K F"]) -> Float[Array, "D F"]:
+        return _weight_gradient(rows, grads, sample.offset_B, num_drawn=drawn.weights, dtype=weights[0].dtype)
+
+    return x_grad, weight_gradient(x, gate_grad), weight_gradient(x, up_grad), weight_gradient(hidden, g)
 
 
 def _weight_gradient(
@@ -82,12 +165,29 @@ def _weight_gradient(
     dtype: jnp.dtype,
 ) -> Float[Array, "D F"]:
     """``x^T g`` from some of the tokens."""
-    norms_BT = _norms(x_BTD) * _norms(g_BTF)
-    index_BK, weight_BK = jax.vmap(functools.partial(draw, num_drawn=num_drawn))(norms_BT, offset_B)
-    x_BKD, g_BKF = (jnp.take_along_axis(rows, index_BK[..., None], axis=1) for rows in (x_BTD, g_BTF))
-    g_BKF = (g_BKF.astype(jnp.float32) * weight_BK[..., None]).astype(g_BTF.dtype)
+    _, (x_BKD, g_BKF) = _take_drawn(_norms(x_BTD) * _norms(g_BTF), offset_B, num_drawn, x_BTD, g_BTF)
     tokens = ((0, 1), (0, 1))
     return jax.lax.dot_general(x_BKD, g_BKF, (tokens, ((), ())), preferred_element_type=dtype)
+
+
+def _take_drawn(
+    norms_BT: Float[Array, "B T"], offset_B: Float[Array, "B"], num_drawn: int, *rows: Float[Array, "B T ..."]
+) -> tuple[Int[Array, "B K"], list[Float[Array, "B K ..."]]]:
+    """Indices of the drawn tokens, and their rows, of which the last are gradients and weighted."""
+    index_BK, weight_BK = jax.vmap(functools.partial(draw, num_drawn=num_drawn))(norms_BT, offset_B)
+    if num_drawn == norms_BT.shape[1]:
+        return index_BK, list(rows)
+    *inputs, g_BKF = (jnp.take_along_axis(each, index_BK[..., None], axis=1) for each in rows)
+    return index_BK, [*inputs, (g_BKF.astype(jnp.float32) * weight_BK[..., None]).astype(g_BKF.dtype)]
+
+
+def _put_back(
+    rows_BKD: Float[Array, "B K D"], index_BK: Int[Array, "B K"], like: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """The rows at their tokens' places, and zeros elsewhere."""
+    return jax.vmap(lambda all_TD, index_K, rows_KD: all_TD.at[index_K].add(rows_KD))(
+        jnp.zeros_like(like), index_BK, rows_BKD
+    )
 
 
 def _norms(rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
@@ -124,13 +224,15 @@ def draw(
     return index_K, distance / length_T[index_K]
 
 
-def offsets(tokens_BT: Int[Array, "B T"], num_layers: int) -> Float[Array, "L B"]:
-    """Of each layer and sequence, from the sequence's own tokens: the same wherever and whenever it is computed.
+def offsets(tokens_BT: Int[Array, "B T"], num_layers: int) -> tuple[Float[Array, "L B"], Float[Array, "L B"]]:
+    """Both of each layer and sequence, from the sequence's own tokens: the same wherever and whenever it is computed.
 
-    A sequence that comes again has the same offset again; what is drawn still changes with the gradients.
+    A sequence that comes again has the same offsets again; what is drawn still changes with the gradients.
     """
     key_B = jax.vmap(lambda tokens_T: jax.random.key(_hash(tokens_T)))(tokens_BT)
-    return jax.vmap(lambda key: jax.random.uniform(key, (num_layers,)), out_axes=1)(key_B)
+    second_B = jax.vmap(lambda key: jax.random.fold_in(key, 1))(key_B)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (num_layers,)), out_axes=1)
+    return uniform(key_B), uniform(second_B)
 
 
 def _hash(tokens_T: Int[Array, "T"]) -> Int[Array, ""]:
@@ -140,28 +242,20 @@ def _hash(tokens_T: Int[Array, "T"]) -> Int[Array, ""]:
 
 
 def sampled_attention_branch(
-    block: Block, x_BTD: Float[Array, "B T D"], positions: Rotary, sample: Sample, drawn: tuple[int, ...]
+    block: Block, x_BTD: Float[Array, "B T D"], positions: Rotary, sample: Sample, drawn: tuple[Drawn, ...]
 ) -> Float[Array, "B T D"]:
     """``attention(norm1(x))`` out of ``sampled_linear``."""
-    product = _products(block.attention, sample, drawn)
-    return attend(product, block.norm1(x_BTD), positions, block.attention.head_size)
+    weights, numbers = block.attention, tuple(each.weights for each in drawn)
+
+    def product(name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return sampled_linear(x, getattr(weights, name).kernel[...], sample, numbers)
+
+    return attend(product, block.norm1(x_BTD), positions, weights.head_size)
 
 
 def sampled_feed_forward_branch(
-    block: Block, m_BTD: Float[Array, "B T D"], sample: Sample, drawn: tuple[int, ...]
+    block: Block, m_BTD: Float[Array, "B T D"], sample: Sample, drawn: tuple[Drawn, ...]
 ) -> Float[Array, "B T D"]:
-    """``feed_forward(norm2(m))`` out of ``sampled_linear``."""
-    product = _products(block.feed_forward, sample, drawn)
-    x_BTD = block.norm2(m_BTD)
-    return product("down", swiglu(product("gate", x_BTD), product("up", x_BTD)))
-
-
-def _products(
-    weights: nnx.Module, sample: Sample, drawn: tuple[int, ...]
-) -> Callable[[str, Float[Array, "B T D"]], Float[Array, "B T F"]]:
-    """The sampled product of each of a module's kernels, by the kernel's name."""
-
-    def product(name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return sampled_linear(x, getattr(weights, name).kernel[...], sample, drawn)
-
-    return product
+    """``feed_forward(norm2(m))`` as ``sampled_feed_forward``."""
+    weights = (getattr(block.feed_forward, name).kernel[...] for name in ("gate", "up", "down"))
+    return sampled_feed_forward(block.norm2(m_BTD), *weights, sample, drawn)

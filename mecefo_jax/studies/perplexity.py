@@ -31,6 +31,7 @@ _DROP: Variant = ("drop", None, None)
 _NEIGHBOR: Variant = ("neighbor", "paper", "weight")
 _MAIN: tuple[Variant, ...] = (("balanced", "sampled", None), _NEIGHBOR, _DROP)
 _TO_QUARTER: Variant = ("balanced", "sampled to 1/4", None)
+_FFN_TO_QUARTER: Variant = ("balanced", "sampled to 1/4, ffn", None)
 _OTHERS: tuple[Variant, ...] = (
     ("balanced", "sampled 1/2", None),
     ("balanced", "sampled 3/8", None),
@@ -40,8 +41,8 @@ _OF_MOMENTUM: Variant = ("balanced", "paper", "momentum")
 _PAPER: tuple[Variant, ...] = (("balanced", "paper", "weight"), _OF_MOMENTUM)
 _AUTO: Variant = ("auto", "paper", "momentum")
 _EXACT: Variant = ("reroute", None, None)
-_LONGER = (_DROP, _TO_QUARTER, _OF_MOMENTUM, _NEIGHBOR)
-VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, *_PAPER, _AUTO, _EXACT)
+_LONGER = (_DROP, _FFN_TO_QUARTER, _TO_QUARTER, _OF_MOMENTUM, _NEIGHBOR)
+VARIANTS = (*_MAIN, *_OTHERS, _TO_QUARTER, _FFN_TO_QUARTER, *_PAPER, _AUTO, _EXACT)
 _FAILS: tuple[Granularity, ...] = ("node", "stage")
 _BY = ("size", "fails", "scenario", *VARIANT)
 _SHORTER = 2 / 3

@@ -47,6 +47,8 @@ VARIANTS: tuple[PredictedVariant, ...] = (
     ("balanced", 0.01, "sampled", 4),
     ("balanced", accepted_slack("sampled to 1/4"), "sampled to 1/4", 1),
     ("balanced", accepted_slack("sampled to 1/4"), "sampled to 1/4", 4),
+    ("balanced", accepted_slack("sampled to 1/4, ffn"), "sampled to 1/4, ffn", 1),
+    ("balanced", accepted_slack("sampled to 1/4, ffn"), "sampled to 1/4, ffn", 4),
     ("balanced", accepted_slack("sampled to 1/8"), "sampled to 1/8", 1),
     ("balanced", accepted_slack("sampled to 1/8"), "sampled to 1/8", 4),
     ("auto", None, "mrl", 1),
@@ -60,7 +62,10 @@ VARIANTS: tuple[PredictedVariant, ...] = (
 PASSES: dict[str, DegradedConfig] = {
     "mrl": switches("mrl"),
     "ml": switches("ml"),
-    **{name: BACKWARDS[name] for name in ("sampled 1/2", "sampled", "sampled to 1/4", "sampled to 1/8")},
+    **{
+        name: BACKWARDS[name]
+        for name in ("sampled 1/2", "sampled", "sampled to 1/4", "sampled to 1/4, ffn", "sampled to 1/8")
+    },
 }
 """Degraded backward passes, by their techniques' letters or their names in ``small_runs``."""
 _RUN_HOURS, _LOOKS_PER_HOUR = 2000, 20

@@ -53,8 +53,8 @@ def degraded_flops(
     attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
     ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs ``2b (in r
     + r out)`` in place of ``2b in out``; the product with the bases, done once by a node in a step that degrades, is
-    not counted: ``r / b`` of a full weight gradient. Sampled ones cost the fraction of the tokens that is drawn, which
-    is less at each level.
+    not counted: ``r / b`` of a full weight gradient. Sampled ones, and input gradients with ``sample_ffn``, cost the
+    fraction of the tokens that is drawn, which is less at each level.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.
@@ -71,7 +71,7 @@ def degraded_flops(
     attention = _attention_forward(model, microbatch_tokens, seq_len)
     ffn = _ffn_forward(model, microbatch_tokens)
     sampled = degraded.drawn_tokens(seq_len)[level - 1] / seq_len
-    layer = attention + ffn + ffn
+    layer = attention + ffn + degraded.drawn_ffn_tokens(seq_len)[level - 1] / seq_len * ffn
     layer += _low_rank(_ffn_shapes(model), rank, microbatch_tokens) if degraded.low_rank else sampled * ffn
     if degraded.remat_ffn or model.remat in ("ffn", "block"):
         layer += _ffn_recompute(model, microbatch_tokens)

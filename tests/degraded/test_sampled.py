@@ -1,4 +1,4 @@
-"""Sampled weight gradients: without bias, better than a uniform sample, and nothing else is touched."""
+"""Sampled gradients: without bias, better than a uniform sample, and nothing else is touched."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mecefo_jax.config import DegradedConfig, ModelConfig
 from mecefo_jax.degraded.block import degraded_block
-from mecefo_jax.degraded.sampled import Sample, draw, offsets, sampled_linear
-from mecefo_jax.layers import rotary
+from mecefo_jax.degraded.sampled import Drawn, Sample, draw, offsets, sampled_feed_forward, sampled_linear
+from mecefo_jax.layers import rotary, swiglu
 from mecefo_jax.model import Block, exact_block
 
 B, T, D, F = 3, 12, 6, 5
@@ -30,8 +30,8 @@ def weight_gradient(x_BTD, g_BTF, offset_B, num_drawn):
     return jax.vjp(lambda w: sampled_linear(x_BTD, w, sample(offset_B), (num_drawn,)), w_DF)[1](g_BTF)[0]
 
 
-def sample(offset_B, level=1):
-    return Sample(offset_B, jnp.int8(level))
+def sample(offset_B, level=1, ffn_offset_B=None):
+    return Sample(offset_B, offset_B if ffn_offset_B is None else ffn_offset_B, jnp.int8(level))
 
 
 def in_the_mean(function, num_sequences):
@@ -150,13 +150,87 @@ def test_a_block_has_exact_input_and_norm_gradients_and_unbiased_kernels():
         assert np.linalg.norm(mean - reference) <= 2e-2 * np.linalg.norm(reference), jax.tree_util.keystr(path)
 
 
+FFN = (random((D, F), 20), random((D, F), 21), random((F, D), 22))
+
+
+def feed_forward_gradients(x, g, drawn, offset_B, ffn_offset_B, level=1):
+    """Of the input and the three weights."""
+    function = lambda x, *weights: sampled_feed_forward(x, *weights, sample(offset_B, level, ffn_offset_B), drawn)  # noqa: E731
+    return jax.vjp(function, x, *FFN)[1](g)
+
+
+def exact_feed_forward_gradients(x, g):
+    return jax.vjp(lambda x, gate, up, down: swiglu(x @ gate, x @ up) @ down, x, *FFN)[1](g)
+
+
+def in_the_mean_of_both(function):
+    """Over 8192 pairs of offsets that fill the square evenly (Roberts's R2 sequence)."""
+    pairs = np.outer(np.arange(8192), [0.7548776662466927, 0.5698402909980532]) % 1
+    return jax.tree.map(
+        lambda leaf: jnp.mean(leaf, axis=0),
+        jax.vmap(lambda pair: function(jnp.full(B, pair[0]), jnp.full(B, pair[1])))(jnp.asarray(pairs, jnp.float32)),
+    )
+
+
+@pytest.mark.parametrize("drawn", [Drawn(weights=2, ffn=5), Drawn(weights=7, ffn=7), Drawn(weights=9, ffn=11)])
+def test_the_mean_over_both_offsets_is_the_exact_feed_forward_gradient(drawn):
+    x, g = random((B, T, D), 23), random((B, T, D), 24)
+    found = in_the_mean_of_both(lambda *pair: feed_forward_gradients(x, g, (drawn,), *pair))
+    for left, right in zip(found, exact_feed_forward_gradients(x, g), strict=True):
+        assert np.linalg.norm(left - right) <= 1e-2 * np.linalg.norm(right)
+
+
+def test_a_feed_forward_from_all_tokens_is_exact():
+    x, g = random((B, T, D), 25), random((B, T, D), 26)
+    found = feed_forward_gradients(x, g, (Drawn(weights=T, ffn=T),), jnp.full(B, 0.3), jnp.full(B, 0.7))
+    for left, right in zip(found, exact_feed_forward_gradients(x, g), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_are_not_drawn_give_the_feed_forward_no_gradient():
+    """Those that are give theirs, times their weight: of both ways to draw the same."""
+    x, g, offset_B = random((B, T, D), 27), random((B, T, D), 28), jnp.array([0.2, 0.5, 0.8])
+    input_grad, *kernels = feed_forward_gradients(x, g, (Drawn(weights=4, ffn=4),), jnp.zeros(B), offset_B)
+    index_BK, weight_BK = jax.vmap(lambda norms, offset: draw(norms, offset, 4))(jnp.linalg.norm(g, axis=-1), offset_B)
+    weight_BT = np.zeros((B, T), np.float32)
+    np.add.at(weight_BT, (np.arange(B)[:, None], np.asarray(index_BK)), np.asarray(weight_BK))
+    expected = exact_feed_forward_gradients(x, g * weight_BT[..., None])
+    assert 0 < np.count_nonzero(weight_BT) <= 4 * B
+    for left, right in zip((input_grad, *kernels), expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_level_says_how_many_tokens_the_feed_forward_is_made_of():
+    x, g, offset_B = random((B, T, D), 29), random((B, T, D), 30), jnp.array([0.1, 0.5, 0.9])
+    levels = (Drawn(weights=9, ffn=11), Drawn(weights=2, ffn=7))
+    gradients = jax.jit(lambda level: feed_forward_gradients(x, g, levels, offset_B, offset_B, level))
+    for level, drawn in ((0, levels[0]), (1, levels[0]), (2, levels[1])):
+        expected = feed_forward_gradients(x, g, (drawn,), offset_B, offset_B)
+        for left, right in zip(gradients(level), expected, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_a_feed_forward_in_bfloat16_has_gradients_in_the_dtypes_of_their_arguments():
+    x, g = random((B, T, D), 31, jnp.bfloat16), random((B, T, D), 32, jnp.bfloat16)
+    g = g.at[0].set(0)
+    drawn, offset_B = Drawn(weights=5, ffn=8), jnp.full(B, 0.5)
+    found = feed_forward_gradients(x, g, (drawn,), offset_B, offset_B)
+    assert [grad.dtype for grad in found] == [jnp.bfloat16, *[jnp.float32] * 3]
+    assert all(bool(jnp.all(jnp.isfinite(grad))) for grad in found) and not np.any(found[0][0])
+    expected = feed_forward_gradients(x.astype(jnp.float32), g.astype(jnp.float32), (drawn,), offset_B, offset_B)
+    for left, right in zip(found, expected, strict=True):
+        assert np.linalg.norm(left.astype(jnp.float32) - right) <= 3e-2 * np.linalg.norm(right)
+
+
 def test_offsets_depend_on_the_sequence_alone_and_are_spread_out():
     tokens = np.random.default_rng(0).integers(0, 50, (4000, 17)).astype(np.int32)
-    found = offsets(jnp.asarray(tokens), 3)
-    assert found.shape == (3, 4000) and np.all((found >= 0) & (found < 1))
-    np.testing.assert_array_equal(found[:, 5:7], offsets(jnp.asarray(tokens[5:7]), 3))
+    first, second = offsets(jnp.asarray(tokens), 3)
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.03, "one says nothing of the other"
+    found = jnp.concatenate([first, second])
+    assert found.shape == (6, 4000) and np.all((found >= 0) & (found < 1))
+    np.testing.assert_array_equal(found[:, 5:7], jnp.concatenate(offsets(jnp.asarray(tokens[5:7]), 3)))
     changed = tokens.copy()
     changed[:, -1] = (changed[:, -1] + 1) % 50
-    assert not np.any(found == offsets(jnp.asarray(changed), 3))
+    assert not np.any(found == jnp.concatenate(offsets(jnp.asarray(changed), 3)))
     for layer in found:  # Kolmogorov, Smirnov: a uniform sample of 4000 is nowhere off by more, with 99.9%
         assert np.max(np.abs(np.sort(layer) - (np.arange(4000) + 0.5) / 4000)) < 0.031

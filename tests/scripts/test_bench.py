@@ -55,6 +55,7 @@ WIDE = dataclasses.replace(
 VARIANTS = TECHNIQUES | {
     "s": DegradedConfig(skip_attention=False, remat_ffn=False, low_rank=False, sampled_fractions=(0.5,)),
 }
+VARIANTS["sf"] = dataclasses.replace(VARIANTS["s"], sample_ffn=True)
 
 
 def one_submesh(config):
@@ -76,7 +77,8 @@ def hand_count(config: Config, name: str) -> float:
     weights = 3 * 2 * b * rank * (D + F) if "l" in name else ffn / 2 if "s" in name else ffn
     recomputed = 4 * b * D * F if "r" in name else 0
     kept = 1.5 * attention if "s" in name else 0  # input gradients, and weight gradients of half of the tokens
-    return model.num_layers * (attention + kept + 2 * ffn + weights + recomputed) + head
+    inputs = 0.75 * ffn if "f" in name else ffn
+    return model.num_layers * (attention + kept + ffn + inputs + weights + recomputed) + head
 
 
 def test_hand_count_example():
@@ -87,7 +89,8 @@ def test_hand_count_example():
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("exact", "none"), ("exact", "block"), ("mrl", "none"), ("ml", "none"), ("s", "none")]
+    ("name", "remat"),
+    [("exact", "none"), ("exact", "block"), ("mrl", "none"), ("ml", "none"), ("s", "none"), ("sf", "none")],
 )
 def test_flops_are_those_of_the_matrix_products(name, remat):
     config = with_variant(WIDE, WIDE.degraded if name == "exact" else VARIANTS[name], remat)

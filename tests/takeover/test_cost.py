@@ -42,6 +42,8 @@ LOW_RANK = 3 * 600
 PROJECTIONS = 2 * 320 + 2 * 160
 # Of half of five tokens: two, to even.
 SAMPLED = 2 / 5
+# Half of the way from two to five, rounded up.
+FFN_TOKENS = 4 / 5
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,9 @@ SAMPLED = 2 / 5
         ("l", "block", 3 * ATTENTION + FFN + LOW_RANK + 2 * ONE_FFN_PRODUCT),
         ("s", "none", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (1 + SAMPLED) * FFN),
         ("s", "ffn", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (1 + SAMPLED) * FFN + 2 * ONE_FFN_PRODUCT),
+        ("sf", "none", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (FFN_TOKENS + SAMPLED) * FFN),
         ("ms", "none", (1 + SAMPLED) * FFN),
+        ("f", "none", 2 * ATTENTION + 2 * FFN),
         ("ls", "none", 2 * ATTENTION + FFN + LOW_RANK),
     ],
 )
@@ -68,6 +72,7 @@ def test_degraded_by_hand(switches, remat, backward):
         remat_ffn="r" in switches,
         low_rank="l" in switches,
         sampled_fractions=(0.5,) if "s" in switches else (),
+        sample_ffn="f" in switches,
     )
     expected = 2 * (ATTENTION + FFN + backward) + HEAD
     assert degraded_flops(ModelConfig(**TINY, remat=remat), degraded, rank=3, **SIZES) == pytest.approx(

@@ -457,6 +457,8 @@ def test_what_auto_expects_of_a_degraded_pass():
     assert errors() == errors(skip_attention=False) == Errors(degraded=1.2, level_variances=(), sampling=7.0)
     sampled = errors(**SAMPLED, sampled_fractions=(1.0, 1 / 2, 1 / 5))
     assert sampled.degraded == 0 and sampled.level_variances == pytest.approx((0, 0.2, 1.6))
+    of_both = errors(**SAMPLED, sampled_fractions=(1 / 2, 1 / 5), sample_ffn=True)
+    assert of_both.level_variances == pytest.approx((1.3 * 0.2, 1.3 * 1.6))
     assert errors(**SAMPLED) == Errors(degraded=0.0, level_variances=(), sampling=7.0), "recomputing changes nothing"
     told = errors(0.3, **SAMPLED, sampled_fractions=(0.5,))
     assert told == Errors(degraded=0.3, level_variances=(), sampling=7.0)
