@@ -126,7 +126,9 @@ def test_each_switch_alone_and_together(switches, remat):
 ALL_SAMPLED = DegradedConfig(skip_attention=False, low_rank=False, sampled_fractions=(1.0,))
 
 
-@pytest.mark.parametrize(("layer_masks", "sample_ffn"), [("all", False), ("by_layer", False), ("all", True), ("by_layer", True)])
+@pytest.mark.parametrize(
+    ("layer_masks", "sample_ffn"), [("all", False), ("by_layer", False), ("all", True), ("by_layer", True)]
+)
 def test_each_microbatch_has_its_own_level(layer_masks, sample_ffn):
     """In one call with two fractions to choose from: what calls with one fraction each give, together."""
 

@@ -225,14 +225,14 @@ def draw(
 
 
 def offsets(tokens_BT: Int[Array, "B T"], num_layers: int) -> tuple[Float[Array, "L B"], Float[Array, "L B"]]:
-    """Both of each layer and sequence, from the sequence's own tokens: the same wherever and whenever it is computed.
+    """For weight gradients, and for the feed-forward's backward pass: one of each for each layer and sequence.
 
-    A sequence that comes again has the same offsets again; what is drawn still changes with the gradients.
+    They come from the sequence's own tokens, and so are the same wherever and whenever it is computed. A sequence that
+    comes again has the same offsets again; what is drawn still changes with the gradients.
     """
     key_B = jax.vmap(lambda tokens_T: jax.random.key(_hash(tokens_T)))(tokens_BT)
-    second_B = jax.vmap(lambda key: jax.random.fold_in(key, 1))(key_B)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (num_layers,)), out_axes=1)
-    return uniform(key_B), uniform(second_B)
+    weights_LB, ffn_LB = jax.vmap(lambda key: jax.random.uniform(key, (2, num_layers)), out_axes=2)(key_B)
+    return weights_LB, ffn_LB
 
 
 def _hash(tokens_T: Int[Array, "T"]) -> Int[Array, ""]:

@@ -31,7 +31,7 @@ _DROP: Variant = ("drop", None, None)
 _NEIGHBOR: Variant = ("neighbor", "paper", "weight")
 _MAIN: tuple[Variant, ...] = (("balanced", "sampled", None), _NEIGHBOR, _DROP)
 _TO_QUARTER: Variant = ("balanced", "sampled to 1/4", None)
-_FFN_TO_QUARTER: Variant = ("balanced", "sampled to 1/4, ffn", None)
+_FFN_TO_QUARTER: Variant = ("balanced", "sampled to 1/4 with ffn", None)
 _OTHERS: tuple[Variant, ...] = (
     ("balanced", "sampled 1/2", None),
     ("balanced", "sampled 3/8", None),
@@ -71,10 +71,8 @@ def cells(quick: bool) -> list[Cell]:
     if not quick:
         found.append(_cell("5M", "node", "none", FAILURE_FREE, 0, quick))
         found += [_cell("5M", "node", "high", variant, 0, quick) for variant in _MAIN]
-    for variants in (_MAIN, (_AUTO,)):
-        found += [
-            _cell("1M", "stage", "high", variant, seed, quick) for seed, variant in itertools.product(seeds, variants)
-        ]
+    at_stages = itertools.product(seeds, (*_MAIN, _AUTO))
+    found += [_cell("1M", "stage", "high", variant, seed, quick) for seed, variant in at_stages]
     found += [_cell("1M", "stage", "high", variant, 0, quick) for variant in (*_OTHERS, *_PAPER)]
     if quick:
         return found
@@ -111,7 +109,7 @@ def report(rows: Sequence[Row]) -> str:
         "`high` a sixteenth, 3/32 and an eighth of the units are down on average. Perplexity is that of all held-out "
         "text after the last step; +- is the standard deviation over seeds; differences are to the failure-free run "
         "of the same seed. The load is that of the busiest unit, 1 being a healthy step; `balanced` may take "
-        f"{SLACK:.0%} more than that, but nothing more with `sampled to 1/4` and `to 1/8`. Steps that a policy has no "
+        f"{SLACK:.0%} more than that, but nothing more where it samples down to 1/4 or 1/8. Steps that a policy has no "
         "plan for (`drop`, where every replica is cut) are waited out, and not counted.",
         BACKWARDS_IN_WORDS,
         "`shorter` runs have two thirds of the steps. What they come to says how many steps a difference is worth; the "

@@ -64,7 +64,7 @@ BACKWARDS: dict[str, DegradedConfig] = {
     "sampled 1/2": _sampled(0.5),
     "sampled 3/8": _sampled(0.375),
     "sampled to 1/4": _sampled(0.75, 0.5, 0.375, 0.25),
-    "sampled to 1/4, ffn": _sampled(0.75, 0.5, 0.375, 0.25, ffn=True),
+    "sampled to 1/4 with ffn": _sampled(0.75, 0.5, 0.375, 0.25, ffn=True),
     "sampled to 1/8": _sampled(0.75, 0.5, 0.375, 0.25, 0.125),
 }
 """Degraded backward passes that are compared, by the names that tables give them. Nothing is recomputed: that saves
@@ -75,7 +75,7 @@ BACKWARDS_IN_WORDS = (
     "gradients (the paper's m and l); `l` does the latter alone; `sampled` skips nothing, and estimates weight "
     "gradients without bias (not in the paper): from 3/4 or 1/2 of the tokens, the most that keeps to the allowed "
     "time; or always from the fraction that is named; or, `to 1/4` and `to 1/8`, from 6/8, 4/8, 3/8, 2/8 and, the "
-    "latter, 1/8. With `ffn` the feed-forward's input gradients are sampled too, from 7/8, 6/8, 11/16 and 5/8."
+    "latter, 1/8. `with ffn` the feed-forward's input gradients are sampled too, from 7/8, 6/8, 11/16 and 5/8."
 )
 
 STEPS_IN_WORDS = (
@@ -161,7 +161,8 @@ def small_run(
 
 def accepted_slack(backward: str | None) -> float:
     """Load above a healthy step that ``balanced`` accepts, as a fraction of a healthy step."""
-    return 0.0 if backward is not None and backward.startswith("sampled to") else SLACK
+    fractions = BACKWARDS[backward].sampled_fractions if backward else ()
+    return 0.0 if fractions and fractions[-1] <= 0.25 else SLACK
 
 
 def wait_out(config: Config) -> Config:
