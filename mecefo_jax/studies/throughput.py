@@ -191,8 +191,8 @@ def report(rows: Sequence[Row]) -> str:
         "it (docs/operations.md). Techniques: `mrl` are the paper's; `ml` the same without recomputing, which saves "
         "nothing but memory; `sampled` skips nothing, and makes weight gradients of a sample of the tokens: of "
         "3/4 or half of them, the most that keeps to the slack; `sampled 1/2` always of half; `to 1/4` and `to 1/8` of "
-        "6/8, 4/8, 3/8, 2/8 and, the latter, 1/8; `with ffn` the feed-forward's input gradients too, of 7/8, 6/8, 11/16 "
-        "and 5/8. Exact microbatches recompute nothing.",
+        "6/8, 4/8, 3/8, 2/8 and, the latter, 1/8; `with ffn` the feed-forward's input gradients too, of 7/8, 6/8, "
+        "11/16 and 5/8. Exact microbatches recompute nothing.",
         "Microbatches are whole: where a few come to each of many nodes, some have one more than others, for whom all "
         "wait. With four times as many, each a quarter as large, work is spread more evenly. That smaller ones "
         "are slower on an accelerator is not counted. `auto` takes the plan with the least estimated error of those "
