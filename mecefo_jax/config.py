@@ -18,7 +18,7 @@ BYTE_ENTRIES = 258
 MAX_NODES = 2**20
 """Most nodes, and most devices along an axis: far above any cluster, and few enough for plans to fit in memory."""
 MAX_FRACTIONS = 16
-"""Most sizes of a sample to choose from: each is compiled into every product."""
+"""Most sizes of a sample to choose from: each is compiled into every product, or every feed-forward network."""
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
@@ -246,6 +246,11 @@ class DegradedConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError where a value is of another type or out of range."""
         check_types(self, "degraded.")
+        if self.sample_ffn and not self.sampled_fractions:
+            raise ConfigError(
+                "degraded.sample_ffn: got true without degraded.sampled_fractions, which say how much is sampled; set "
+                "--degraded.sampled_fractions"
+            )
         for fraction in self.sampled_fractions:
             check_range("degraded.sampled_fractions", fraction, above=0, at_most=1)
         if any(after >= before for before, after in itertools.pairwise(self.sampled_fractions)):
@@ -275,10 +280,13 @@ class DegradedConfig:
         return tuple(max(round(fraction * seq_len), 1) for fraction in self.sampled_fractions)
 
     def drawn_ffn_tokens(self, seq_len: int) -> tuple[int, ...]:
-        """Tokens of a sequence that the feed-forward's input gradients are made of, by level.
+        """Tokens of a sequence that the feed-forward's input gradients are made of.
 
         Args:
             seq_len: tokens of a sequence.
+
+        Returns:
+            A number for each level, no less than its ``drawn_tokens``; all of the tokens without ``sample_ffn``.
         """
         drawn = self.drawn_tokens(seq_len)
         return tuple(math.ceil((seq_len + each) / 2) if self.sample_ffn else seq_len for each in drawn)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from mecefo_jax.config import Config, DegradedConfig
 from mecefo_jax.degraded.block import degraded_block, masked_block
 from mecefo_jax.degraded.low_rank import expand, zero_coordinates
-from mecefo_jax.degraded.sampled import Sample, offsets
+from mecefo_jax.degraded.sampled import sample_of
 from mecefo_jax.model import Model, attention_mask, compute_dtype, ffn_kernel_mask, loss_sum
 from mecefo_jax.optimizer import (
     basis_state,
@@ -146,7 +146,7 @@ def _add_degraded(
     def loss(trained, coordinates, slot):
         tokens_BT = batch.tokens_SBT[slot]
         level_L = batch.level_SL[slot]
-        sample = Sample(*offsets(tokens_BT, config.model.num_layers), level=level_L) if switches.samples else None
+        sample = sample_of(tokens_BT, level_L) if switches.samples else None
         per_layer = (_blocks(bases), _blocks(coordinates), sample, level_L)
         return objective(_combine(trained, fixed), tokens_BT, dtype, apply_block, per_layer)
 

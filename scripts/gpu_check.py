@@ -44,7 +44,7 @@ def parts(tiny: bool) -> dict[str, list[str]]:
     if tiny:
         return {
             "numerics": ["numerics", "--hidden-size", "32"],
-            "tiny": ["speed", "quickstart", "--seconds", "0.2", *_TINY],
+            "tiny": ["speed", "quickstart", "--seconds", "1", *_TINY],
         }
     one_node = ["--mesh.num_nodes", "1", "--model.compute_dtype", "bfloat16"]
     return {

@@ -364,3 +364,9 @@ def test_live_failures_and_processes_need_each_other():
 def test_no_more_fractions_than_are_worth_compiling():
     with pytest.raises(ConfigError, match=r"^degraded\.sampled_fractions: got 17, expected at most 16"):
         DegradedConfig(sampled_fractions=tuple((20 - index) / 20 for index in range(17)))
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_a_sampled_feed_forward_needs_to_know_how_much(low_rank):
+    with pytest.raises(ConfigError, match=r"^degraded\.sample_ffn: got true without degraded\.sampled_fractions"):
+        DegradedConfig(low_rank=low_rank, sample_ffn=True)

@@ -89,7 +89,7 @@ def degraded_time(config: Config, state: TrainState, mesh: Mesh, vocab_size: int
         seconds: duration of the measurement.
 
     Raises:
-        RunError: one of the two is lost in the noise of the machine.
+        RunError: many microbatches took no longer than one, so that the time of one is lost in the machine's noise.
     """
     batch = _batch(config, mesh, vocab_size)
     program = _compile_gradients(config, state, batch, mesh)
@@ -113,7 +113,7 @@ def degraded_time(config: Config, state: TrainState, mesh: Mesh, vocab_size: int
     if min(degraded, exact) <= 0:
         raise RunError(
             f"{many} microbatches took no longer than one: this machine is too busy for {seconds:g} s of measurement; "
-            "measure longer"
+            "give it more with --seconds"
         )
     return float(degraded / exact)
 

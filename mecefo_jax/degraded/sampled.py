@@ -2,8 +2,8 @@
 
 ``x^T g`` is a sum over tokens. Of each sequence a fixed number of them is drawn, with probabilities in proportion to
 the norms of what they contribute, and each is weighted by one over its own: column-row sampling (Drineas, Kannan,
-Mahoney 2006). Where attention is not skipped, every input gradient is exact, and so is the expectation of every weight
-gradient.
+Mahoney 2006). Where attention is not skipped and only weight gradients are sampled, every input gradient is exact, and
+so is the expectation of every weight gradient.
 
 The feed-forward network treats each token by itself, so that its input gradients may be made of a sample too, as in
 VCAS (Wang, Chen, Zhu 2024): the rest of the network gets an unbiased gradient from it, and so, the backward pass being
@@ -30,7 +30,7 @@ _TINY = 1e-30  # norm of a token that contributes nothing, so that it can be div
 
 
 class Sample(NamedTuple):
-    """Which tokens the gradients of a layer are made of."""
+    """Which tokens the gradients of a layer are made of; with a leading axis L, of all layers."""
 
     offset_B: Float[Array, "B"]
     """In [0, 1); decides for each sequence which tokens are drawn for weight gradients."""
@@ -43,10 +43,10 @@ class Sample(NamedTuple):
 class Drawn(NamedTuple):
     """How many tokens of a sequence are drawn, at one level."""
 
-    weights: int
-    """For weight gradients."""
-    ffn: int
-    """For the feed-forward's backward pass, of which its weight gradients are made in turn; at least as many."""
+    for_weights: int
+    """For a weight's gradient."""
+    for_ffn: int
+    """For the feed-forward's backward pass, from which those for its weights are drawn in turn; at least as many."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -106,9 +106,10 @@ def sampled_feed_forward(
         drawn: how many, by level; static.
 
     Returns:
-        The feed-forward network's output. First ``ffn`` tokens of a sequence are drawn by the norms of their output
-        gradients, then of these ``weights`` for each weight as in ``sampled_linear``. Over uniformly random offsets the
-        mean of every gradient is the exact one; with all tokens for ``ffn`` the input gradient is exact.
+        The feed-forward network's output. First ``for_ffn`` tokens of a sequence are drawn by the norms of their output
+        gradients, then of these ``for_weights`` for each weight as in ``sampled_linear``. Over uniformly random offsets
+        that are independent of each other the mean of every gradient is the exact one. With all tokens ``for_ffn`` the
+        input gradient is exact.
     """
     del sample, drawn
     return linear(swiglu(linear(x_BTD, gate_DF), linear(x_BTD, up_DF)), down_FD)
@@ -122,9 +123,8 @@ def _feed_forward_forward(x_BTD, gate_DF, up_DF, down_FD, sample, drawn):
 
 
 def _feed_forward_backward(drawn, residuals, g_BTD):
-    *tokens, weights, sample = residuals
-    levels = [functools.partial(_feed_forward_gradients, weights=weights, sample=sample, drawn=each) for each in drawn]
-    return *_at_level(sample.level, levels, *tokens, g_BTD), None
+    levels = [functools.partial(_feed_forward_gradients, drawn=each) for each in drawn]
+    return *_at_level(residuals[-1].level, levels, *residuals, g_BTD), None
 
 
 sampled_feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
@@ -134,26 +134,32 @@ def _feed_forward_gradients(
     x_BTD: Float[Array, "B T D"],
     gate_BTF: Float[Array, "B T F"],
     up_BTF: Float[Array, "B T F"],
+    kernels: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
+    sample: Sample,
     g_BTD: Float[Array, "B T D"],
     *,
-    weights: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
-    sample: Sample,
     drawn: Drawn,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]:
     """Gradients of the input and the three weights, from some of the tokens."""
-    index_BK, (x, gate, up, g) = _take_drawn(
-        _norms(g_BTD), sample.ffn_offset_B, drawn.ffn, x_BTD, gate_BTF, up_BTF, g_BTD
+    (x_BKD, gate_BKF, up_BKF), g_BKD, index_BK = _drawn_rows(
+        _norms(g_BTD), sample.ffn_offset_B, drawn.for_ffn, (x_BTD, gate_BTF, up_BTF), g_BTD
     )
-    gate_DF, up_DF, down_FD = (weight.astype(g.dtype) for weight in weights)
-    hidden, pullback = jax.vjp(swiglu, gate, up)
-    gate_grad, up_grad = pullback(g @ down_FD.T)
-    x_grad = gate_grad @ gate_DF.T + up_grad @ up_DF.T
-    x_grad = x_grad if drawn.ffn == x_BTD.shape[1] else _put_back(x_grad, index_BK, like=x_BTD)
+    gate_DF, up_DF, down_FD = (kernel.astype(g_BKD.dtype) for kernel in kernels)
+    hidden_BKF, pullback = jax.vjp(swiglu, gate_BKF, up_BKF)
+    gate_grad_BKF, up_grad_BKF = pullback(g_BKD @ down_FD.T)
+    x_grad = gate_grad_BKF @ gate_DF.T + up_grad_BKF @ up_DF.T
+    if drawn.for_ffn < x_BTD.shape[1]:
+        x_grad = _put_back(x_grad, index_BK, like=x_BTD)
 
     def weight_gradient(rows: Float[Array, "B K D"], grads: Float[Array, "B K F"]) -> Float[Array, "D F"]:
-        return _weight_gradient(rows, grads, sample.offset_B, num_drawn=drawn.weights, dtype=weights[0].dtype)
+        return _weight_gradient(rows, grads, sample.offset_B, num_drawn=drawn.for_weights, dtype=kernels[0].dtype)
 
-    return x_grad, weight_gradient(x, gate_grad), weight_gradient(x, up_grad), weight_gradient(hidden, g)
+    return (
+        x_grad,
+        weight_gradient(x_BKD, gate_grad_BKF),
+        weight_gradient(x_BKD, up_grad_BKF),
+        weight_gradient(hidden_BKF, g_BKD),
+    )
 
 
 def _weight_gradient(
@@ -165,29 +171,32 @@ def _weight_gradient(
     dtype: jnp.dtype,
 ) -> Float[Array, "D F"]:
     """``x^T g`` from some of the tokens."""
-    _, (x_BKD, g_BKF) = _take_drawn(_norms(x_BTD) * _norms(g_BTF), offset_B, num_drawn, x_BTD, g_BTF)
+    (x_BKD,), g_BKF, _ = _drawn_rows(_norms(x_BTD) * _norms(g_BTF), offset_B, num_drawn, (x_BTD,), g_BTF)
     tokens = ((0, 1), (0, 1))
     return jax.lax.dot_general(x_BKD, g_BKF, (tokens, ((), ())), preferred_element_type=dtype)
 
 
-def _take_drawn(
-    norms_BT: Float[Array, "B T"], offset_B: Float[Array, "B"], num_drawn: int, *rows: Float[Array, "B T ..."]
-) -> tuple[Int[Array, "B K"], list[Float[Array, "B K ..."]]]:
-    """Indices of the drawn tokens, and their rows, of which the last are gradients and weighted."""
+def _drawn_rows(
+    norms_BT: Float[Array, "B T"],
+    offset_B: Float[Array, "B"],
+    num_drawn: int,
+    inputs: tuple[Float[Array, "B T D"], ...],
+    g_BTF: Float[Array, "B T F"],
+) -> tuple[tuple[Float[Array, "B K D"], ...], Float[Array, "B K F"], Int[Array, "B K"]]:
+    """Of some of the tokens the inputs, the gradients, times the tokens' weights, and the indices."""
     index_BK, weight_BK = jax.vmap(functools.partial(draw, num_drawn=num_drawn))(norms_BT, offset_B)
     if num_drawn == norms_BT.shape[1]:
-        return index_BK, list(rows)
-    *inputs, g_BKF = (jnp.take_along_axis(each, index_BK[..., None], axis=1) for each in rows)
-    return index_BK, [*inputs, (g_BKF.astype(jnp.float32) * weight_BK[..., None]).astype(g_BKF.dtype)]
+        return inputs, g_BTF, index_BK
+    *drawn, g_BKF = (jnp.take_along_axis(rows, index_BK[..., None], axis=1) for rows in (*inputs, g_BTF))
+    return tuple(drawn), (g_BKF.astype(jnp.float32) * weight_BK[..., None]).astype(g_BTF.dtype), index_BK
 
 
 def _put_back(
     rows_BKD: Float[Array, "B K D"], index_BK: Int[Array, "B K"], like: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:
-    """The rows at their tokens' places, and zeros elsewhere."""
-    return jax.vmap(lambda all_TD, index_K, rows_KD: all_TD.at[index_K].add(rows_KD))(
-        jnp.zeros_like(like), index_BK, rows_BKD
-    )
+    """Rows at their tokens' places, those of a token that was drawn twice together, and zeros elsewhere."""
+    add = jax.vmap(lambda zeros_TD, index_K, rows_KD: zeros_TD.at[index_K].add(rows_KD))
+    return add(jnp.zeros_like(like), index_BK, rows_BKD)
 
 
 def _norms(rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
@@ -224,15 +233,21 @@ def draw(
     return index_K, distance / length_T[index_K]
 
 
-def offsets(tokens_BT: Int[Array, "B T"], num_layers: int) -> tuple[Float[Array, "L B"], Float[Array, "L B"]]:
-    """For weight gradients, and for the feed-forward's backward pass: one of each for each layer and sequence.
+def sample_of(tokens_BT: Int[Array, "B T"], level_L: Int[Array, "L"]) -> Sample:
+    """What is drawn in each layer, as the sequences' own tokens say: the same wherever and whenever it is computed.
 
-    They come from the sequence's own tokens, and so are the same wherever and whenever it is computed. A sequence that
-    comes again has the same offsets again; what is drawn still changes with the gradients.
+    A sequence that comes again has the same offsets again; what is drawn still changes with the gradients.
+
+    Args:
+        tokens_BT: the sequences.
+        level_L: of each layer.
+
+    Returns:
+        A sample whose leaves have a leading axis L.
     """
     key_B = jax.vmap(lambda tokens_T: jax.random.key(_hash(tokens_T)))(tokens_BT)
-    weights_LB, ffn_LB = jax.vmap(lambda key: jax.random.uniform(key, (2, num_layers)), out_axes=2)(key_B)
-    return weights_LB, ffn_LB
+    offset_2LB = jax.vmap(lambda key: jax.random.uniform(key, (2, level_L.size)), out_axes=2)(key_B)
+    return Sample(offset_2LB[0], offset_2LB[1], level_L)
 
 
 def _hash(tokens_T: Int[Array, "T"]) -> Int[Array, ""]:
@@ -245,7 +260,7 @@ def sampled_attention_branch(
     block: Block, x_BTD: Float[Array, "B T D"], positions: Rotary, sample: Sample, drawn: tuple[Drawn, ...]
 ) -> Float[Array, "B T D"]:
     """``attention(norm1(x))`` out of ``sampled_linear``."""
-    weights, numbers = block.attention, tuple(each.weights for each in drawn)
+    weights, numbers = block.attention, tuple(each.for_weights for each in drawn)
 
     def product(name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         return sampled_linear(x, getattr(weights, name).kernel[...], sample, numbers)

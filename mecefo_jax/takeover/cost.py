@@ -49,12 +49,12 @@ def degraded_flops(
 ) -> float:
     """Operations of a microbatch that is degraded in all layers, forward and backward.
 
-    The forward pass, the head and the feed-forward's input gradients are those of an exact microbatch. Skipped
-    attention costs nothing in the backward pass, and is not recomputed. The feed-forward is recomputed for
-    ``remat_ffn`` or if an exact microbatch does so. With ``low_rank`` a weight gradient ``[in, out]`` costs ``2b (in r
-    + r out)`` in place of ``2b in out``; the product with the bases, done once by a node in a step that degrades, is
-    not counted: ``r / b`` of a full weight gradient. Sampled ones, and input gradients with ``sample_ffn``, cost the
-    fraction of the tokens that is drawn, which is less at each level.
+    The forward pass and the head are those of an exact microbatch. Skipped attention costs nothing in the backward
+    pass, and is not recomputed. The feed-forward is recomputed for ``remat_ffn`` or if an exact microbatch does so.
+    With ``low_rank`` a weight gradient ``[in, out]`` costs ``2b (in r + r out)`` in place of ``2b in out``; the product
+    with the bases, done once by a node in a step that degrades, is not counted: ``r / b`` of a full weight gradient.
+    Sampled weight gradients, and with ``sample_ffn`` the feed-forward's input gradients, cost the fraction of the
+    tokens that is drawn, which is less at each level.
 
     Args:
       model: shape of the model and its remat; its vocab_size is not looked at.

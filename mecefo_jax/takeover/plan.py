@@ -214,10 +214,10 @@ def make_plan(
     """
     assert live_NS.ndim == 2 and live_NS.dtype == bool and live_NS.size, (live_NS.shape, live_NS.dtype)
     _check_arguments(policy, microbatches_per_node, degraded_costs, slack)
-    if policy == "auto" and not live_NS.all():
-        errors = errors or expected_errors(auto, DegradedConfig())
-        return _choose_plan(live_NS, microbatches_per_node, degraded_costs, auto, errors)
     if policy == "auto":
+        if not live_NS.all():
+            errors = errors or expected_errors(auto, DegradedConfig())
+            return _choose_plan(live_NS, microbatches_per_node, degraded_costs, auto, errors)
         policy = _CANDIDATES[0]  # there is nothing to choose
     assignee_MS, level_MS = _assign(live_NS, policy, microbatches_per_node, degraded_costs, slack)
     home_M = np.repeat(np.arange(live_NS.shape[0], dtype=np.int32), microbatches_per_node)

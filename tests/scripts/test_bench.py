@@ -189,7 +189,7 @@ def test_what_is_lost_in_the_noise_is_not_reported(monkeypatch):
     monkeypatch.setattr(timing, "take_turns", lambda contenders, seconds: noise)
     mesh = one_submesh(TINY)
     state = init_sharded_state(TINY, VOCAB, mesh)
-    with pytest.raises(RunError, match=r"too busy for 0\.5 s of measurement; measure longer"):
+    with pytest.raises(RunError, match=r"too busy for 0\.5 s of measurement; give it more"):
         degraded_time(bench.one_node(TINY), state, mesh, VOCAB, seconds=0.5)
 
 
@@ -250,7 +250,8 @@ def test_layout_of_a_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "parse", lambda words: (TINY, tmp_path))
     monkeypatch.setattr(bench, "TECHNIQUES", {"mrl": TECHNIQUES["mrl"]})
     monkeypatch.setattr(bench, "REMATS", ("none",))
-    assert bench.main(["quickstart", "--seconds", "0.5", "--json", str(tmp_path / "out.json")]) == 0
+    monkeypatch.setattr(bench, "degraded_time", lambda *arguments: 0.6)
+    assert bench.main(["quickstart", "--seconds", "0", "--json", str(tmp_path / "out.json")]) == 0
     results = json.loads((tmp_path / "out.json").read_text())
     layout = {
         "degraded_cost": ({"mrl"}, {"none"}),
@@ -259,7 +260,7 @@ def test_layout_of_a_measurement(tmp_path, monkeypatch):
     }
     for key, (outer, inner) in layout.items():
         assert set(results[key]) == outer and all(set(value) == inner for value in results[key].values())
-    assert set(results["degraded_cost"]["mrl"]["none"]) == {"time", "flops"}
+    assert set(results["degraded_cost"]["mrl"]["none"]) == {"time", "flops"} and results["own_degraded_cost"] == 0.6
     assert set(results["refresh_cost"]) == {"svd", "subspace"}
     assert set(results["compile_s"]) == {"node_program", "update", "reduction"}
     assert results["healthy_overhead"] > 0

@@ -62,7 +62,6 @@ FFN_TOKENS = 4 / 5
         ("s", "ffn", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (1 + SAMPLED) * FFN + 2 * ONE_FFN_PRODUCT),
         ("sf", "none", 2 * ATTENTION + (SAMPLED - 1) * PROJECTIONS + (FFN_TOKENS + SAMPLED) * FFN),
         ("ms", "none", (1 + SAMPLED) * FFN),
-        ("f", "none", 2 * ATTENTION + 2 * FFN),
         ("ls", "none", 2 * ATTENTION + FFN + LOW_RANK),
     ],
 )
