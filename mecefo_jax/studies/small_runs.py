@@ -33,7 +33,7 @@ from mecefo_jax.faults import make_fault_source
 from mecefo_jax.faults import scenario as scenarios
 from mecefo_jax.membership import plan_for
 
-Size = Literal["1M", "1M longer", "5M"]
+Size = Literal["1M", "1M longer", "1M longest", "5M"]
 Granularity = Literal["node", "stage"]
 
 HOURS = 44.0
@@ -44,7 +44,9 @@ UNITS_OF_PAPER = 32
 _SEQ_LEN, _MICROBATCH, _MICROBATCHES = 64, 2, 128
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
-_STEPS: dict[str, int] = {"1M": 300, "1M longer": 700, "5M": 100}
+_STEPS: dict[str, int] = {"1M": 300, "1M longer": 700, "1M longest": 2100, "5M": 100}
+_STEPS_OF_TEXT = 700
+"""About as many as the text has tokens for; longer runs read it again."""
 _QUICK_STEPS = 8
 
 SLACK = 0.01
@@ -81,7 +83,7 @@ BACKWARDS_IN_WORDS = (
 STEPS_IN_WORDS = (
     "Runs have "
     + ", ".join(f"{steps} steps ({size})" for size, steps in _STEPS.items())
-    + f"; quick ones {_QUICK_STEPS}."
+    + f"; quick ones {_QUICK_STEPS}. Those of more than {_STEPS_OF_TEXT} read the text more than once."
 )
 
 Variant = tuple[str | None, str | None, str | None]
@@ -93,7 +95,7 @@ FAILURE_FREE: Variant = (None, None, None)
 
 def size_in_words(size: str) -> str:
     """As titles have it."""
-    return f"{_parameters(size)} parameters{', longer' if _parameters(size) != size else ''}"
+    return ", ".join([f"{_parameters(size)} parameters", *size.split()[1:]])
 
 
 def _parameters(size: str) -> str:
@@ -144,7 +146,7 @@ def small_run(
     config = Config(
         name=f"study_{_parameters(size)}",
         model=ModelConfig(hidden_size=hidden, ffn_size=ffn, num_layers=STAGES, num_heads=heads, max_seq_len=_SEQ_LEN),
-        data=DataConfig(source="builtin", tokenizer="bytes", seq_len=_SEQ_LEN),
+        data=DataConfig(source="builtin", tokenizer="bytes", seq_len=_SEQ_LEN, repeat=steps > _STEPS_OF_TEXT),
         mesh=MeshConfig(num_nodes=nodes, num_submeshes=1),
         train=TrainConfig(
             steps=steps, microbatch_size=_MICROBATCH, microbatches_per_node=_MICROBATCHES // nodes, seed=seed
