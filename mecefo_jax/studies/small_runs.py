@@ -44,7 +44,7 @@ UNITS_OF_PAPER = 32
 _SEQ_LEN, _MICROBATCH, _MICROBATCHES = 64, 2, 128
 _MODELS: dict[str, tuple[int, int, int]] = {"1M": (104, 280, 4), "5M": (224, 608, 7)}  # hidden, FFN, heads
 _LEARNING_RATES = {"1M": 4e-3, "5M": 2e-3}
-_STEPS: dict[str, int] = {"1M": 300, "1M longer": 700, "1M longest": 2100, "5M": 100}
+_STEPS: dict[str, int] = {"1M": 300, "1M longer": 700, "1M longest": 1400, "5M": 100}
 _STEPS_OF_TEXT = 700
 """About as many as the text has tokens for; longer runs read it again."""
 _QUICK_STEPS = 8
