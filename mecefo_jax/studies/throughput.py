@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -240,37 +239,32 @@ def _range(row: Row) -> str:
     return most if most == least else f"{most} to {least}"
 
 
-_COLORS = [matplotlib.colormaps[name](place) for name in ("tab20", "tab20b") for place in range(20)]
-
-
 def plot(rows: Sequence[Row]) -> Figure:
-    """Drops under ``high``, a group of bars for each run."""
+    """Drops under ``high``: a line for each variant and for the paper's own system, a point on it for each run."""
     kinds = list(dict.fromkeys(row["fails"] for row in rows))
-    figure = Figure(figsize=(4.5 * len(kinds) + 2, 3.6), layout="constrained")
+    lines = [_in_words(variant) for variant in VARIANTS] + ["paper, measured"]
+    figure = Figure(figsize=(3.5 * len(kinds) + 3.5, 0.2 * len(lines) + 1.2), layout="constrained")
     for axes, fails in zip(figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
         chosen = [row for row in rows if row["fails"] == fails and row["scenario"] == "high"]
-        runs = list(dict.fromkeys(row["run"] for row in chosen))
-        width = 0.8 / (len(VARIANTS) + 1)
-        for place, variant in enumerate(VARIANTS):
-            drops = [row["drop_percent"] for row in chosen if _variant(row) == variant]
-            policy, slack, techniques, pieces = variant
-            divided = "" if pieces == 1 else f"{pieces} x as many microbatches"
-            parts = (policy, "" if slack is None else f"slack {slack:g}", techniques, divided)
-            label = ", ".join(filter(None, parts))
-            axes.bar(np.arange(len(runs)) + place * width, drops, width, label=label, color=_COLORS[place])
-        axes.bar(
-            np.arange(len(runs)) + len(VARIANTS) * width,
-            [PAPER[run] for run in runs],
-            width,
-            label="paper, measured",
-            color="black",
-        )
-        axes.set_xticks(np.arange(len(runs)) + 0.4, runs)
+        for run, marker in zip(dict.fromkeys(row["run"] for row in chosen), "osD", strict=False):
+            drops = {_in_words(_variant(row)): row["drop_percent"] for row in chosen if row["run"] == run}
+            drops["paper, measured"] = PAPER[run]
+            shown = [line for line in lines if line in drops]
+            places = [lines.index(line) for line in shown]
+            axes.plot([drops[line] for line in shown], places, marker, label=run, markersize=4, alpha=0.8)
+        axes.set_yticks(range(len(lines)), lines, fontsize=8)
         axes.set_title(f"{fails}s fail, high", fontsize=10)
-        axes.grid(axis="y", alpha=0.3)
-    figure.axes[0].set_ylabel("throughput lost, % (predicted)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+        axes.set_xlabel("throughput lost, % (predicted)")
+        axes.grid(alpha=0.3)
+    figure.axes[0].invert_yaxis()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", fontsize=8, ncols=3)
     return figure
+
+
+def _in_words(variant: PredictedVariant) -> str:
+    policy, slack, techniques, pieces = variant
+    divided = "" if pieces == 1 else f"{pieces} x as many microbatches"
+    return ", ".join(filter(None, (policy, "" if slack is None else f"slack {slack:g}", techniques, divided)))
 
 
 STUDY = Study(
